@@ -1,0 +1,233 @@
+"""Distributed perplexity evaluation of a torchtune model.
+
+    tune run --nproc_per_node 2 ppl_eval --config tiny_ppl_eval
+
+`ppl-eval cp ppl_eval my_recipe.py` gives you a copy to edit, and `tune run my_recipe --config NAME`
+runs it, with the same configs.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torchtune.recipe_interfaces import EvalRecipeInterface
+
+from ppl_eval import components, evaluation
+from ppl_eval.config import EvalConfig, parse
+from ppl_eval.data import tokenizer as tokenizers
+from ppl_eval.data.protocol import document_protocol
+from ppl_eval.model import checkpoint
+from ppl_eval.model.build import build_on_meta
+from ppl_eval.parallel import process_group
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.memory import peak_memory_gib
+from ppl_eval.parallel.shard import shard_decoder
+from ppl_eval.report import environment, tables
+from ppl_eval.report.output import make_output_dir
+from ppl_eval.report.progress import ProgressBar, Timer
+from ppl_eval.report.results import results, write_results
+
+logger = logging.getLogger("ppl_eval")
+
+
+class PerplexityEvalRecipe(EvalRecipeInterface):
+    """Perplexity of one model on one corpus, over dp_replicate x dp_shard processes.
+
+    Everything that can be wrong without reading a weight is checked before any is read. Then every
+    rank runs the same number of steps, and one reduction at the end completes the ledger. Rank 0
+    alone writes and prints.
+
+    Args:
+        cfg: the checked config.
+
+    Raises:
+        UserError: device, dtype, mesh or output_dir do not fit this machine or these processes.
+    """
+
+    def __init__(self, cfg: EvalConfig) -> None:
+        self.cfg = cfg
+        self.ranks = process_group.Ranks.from_env()
+        self.device = process_group.pick_device(cfg.device, self.ranks.local_rank)
+        self.dtype = process_group.pick_dtype(cfg.dtype, self.device)
+        self.dims = ParallelDims(
+            dp_replicate=cfg.parallel.dp_replicate,
+            dp_shard=cfg.parallel.dp_shard,
+            cp=cfg.parallel.cp,
+            tp=cfg.parallel.tp,
+            world_size=self.ranks.world_size,
+        )
+        self.timer = Timer()
+        self.meshes = None
+        self.metric_logger = None
+        torch.manual_seed(cfg.seed)
+        if self.ranks.rank == 0:
+            self.output_dir = make_output_dir(cfg.output_dir)
+
+    def setup(self, cfg: EvalConfig) -> None:
+        """Processes, data, plan; then the weights."""
+        if self.ranks.world_size > 1:
+            group = cfg.process_group
+            process_group.start(group.backend, group.timeout_s, self.device)
+            self.meshes = self.dims.build_mesh(self.device.type)
+        with self.timer.phase("data"):
+            self.checkpointer = checkpoint.complete_checkpointer(cfg.checkpointer)
+            self.model = build_on_meta(cfg.model, self.dtype)
+            self.workload = self.prepare(cfg)
+        self.log_plan()
+        if self.ranks.rank == 0:
+            self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
+            self.metric_logger.log_config(OmegaConf.structured(cfg))
+        with self.timer.phase("load"):
+            state = self.load_checkpoint(self.checkpointer)
+            if self.meshes is not None:
+                shard_decoder(
+                    self.model,
+                    self.model.layers,
+                    self.meshes.fsdp,
+                    reshard_after_forward=cfg.parallel.reshard_after_forward,
+                )
+            self.checkpoint_dtype = checkpoint.load_into(self.model, state, self.device)
+
+    def prepare(self, cfg: EvalConfig) -> evaluation.Workload:
+        """Documents, windows and batches: the same on every rank."""
+        evaluation.check_window(self.model, cfg.protocol.max_seq_len)
+        self.tokenizer = components.build(cfg.tokenizer, "tokenizer")
+        protocol = document_protocol(
+            self.tokenizer,
+            max_seq_len=cfg.protocol.max_seq_len,
+            stride=cfg.protocol.stride,
+            add_bos=cfg.protocol.add_bos,
+            add_eos=cfg.protocol.add_eos,
+        )
+        return evaluation.prepare(
+            self.tokenizer,
+            components.build(cfg.dataset, "dataset"),
+            protocol,
+            max_tokens_per_batch=cfg.max_tokens_per_batch,
+            max_documents=cfg.max_documents,
+            vocab_size=evaluation.vocab_size_of(self.model),
+            group=process_group.world(),
+        )
+
+    def load_checkpoint(self, cfg_checkpointer: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """All weights on CPU, by torchtune's names."""
+        return checkpoint.read_state(cfg_checkpointer)
+
+    def evaluate(self) -> None:
+        """Score all windows, write and print the results."""
+        cfg, meshes = self.cfg, self.meshes
+        bar = None
+        if self.ranks.rank == 0:
+            num_scored = int(self.workload.windows.num_scored.sum())
+            bar = ProgressBar(num_scored, self.metric_logger, cfg.log_every_n_steps)
+
+        def on_step(progress: evaluation.Progress) -> None:
+            if bar is not None:
+                bar.update(
+                    progress.step, progress.num_steps, progress.num_scored, progress.running
+                )
+
+        with self.timer.phase("evaluate"):
+            result = evaluation.run(
+                self.model,
+                self.workload,
+                device=self.device,
+                batch_rank=0 if meshes is None else meshes.batch.get_local_rank(),
+                num_batch_ranks=self.dims.batch_size,
+                loss_group=None if meshes is None else meshes.loss_group,
+                fp32_logits=cfg.logits_dtype == "fp32",
+                on_step=on_step,
+                check_every=cfg.log_every_n_steps,
+            )
+        peak = peak_memory_gib(self.device, process_group.world())
+        if bar is not None:
+            bar.close()
+            self.report(result, peak if cfg.log_peak_memory_stats else None)
+
+    def report(self, result: evaluation.Evaluation, peak_memory: float | None) -> None:
+        """On rank 0: results.json, documents.jsonl, the metric logger, and the table."""
+        content = results(result.summary, **self.describe(peak_memory))
+        write_results(self.output_dir, content, result.summary.documents)
+        metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
+        self.metric_logger.log_dict(
+            metrics, step=self.workload.plan.num_steps(self.dims.batch_size)
+        )
+        name = os.path.basename(os.path.normpath(self.cfg.output_dir))
+        print()
+        print(tables.describe_run(content), end="\n\n")
+        print(tables.result_table(tables.result_rows(content, name)), end="\n\n")
+        if content["metrics"]["overflow"]:
+            logger.warning("a perplexity exceeds float64 and is null in results.json: see the NLL")
+        print(f"results: {self.output_dir / 'results.json'}")
+
+    def describe(self, peak_memory: float | None) -> dict[str, Any]:
+        """The sections of results.json that say what was run, and how fast."""
+        seconds = self.timer.seconds
+        workload = self.workload
+        num_scored = int(workload.windows.num_scored.sum())
+        return {
+            "command": environment.command(
+                sys.argv,
+                self.ranks.world_size,
+                int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size)),
+            ),
+            "protocol": dataclasses.asdict(workload.protocol),
+            "performance": {
+                "tokens_per_s": num_scored / seconds["evaluate"],
+                "peak_memory_gib": peak_memory,
+                "seconds": dict(seconds),
+            },
+            "environment": {
+                "versions": environment.versions(),
+                "device": environment.device_name(self.device),
+                "num_processes": self.ranks.world_size,
+                "mesh": {**dataclasses.asdict(self.dims), "description": str(self.dims)},
+                "dtype": self.cfg.dtype,
+                "logits_dtype": self.cfg.logits_dtype,
+                "checkpoint_dtype": self.checkpoint_dtype,
+            },
+            "config": dataclasses.asdict(self.cfg),
+            "fingerprints": {
+                "data": workload.corpus.fingerprint,
+                "tokenizer": tokenizers.fingerprint(self.tokenizer),
+                "model": checkpoint.fingerprint(self.checkpointer, self.cfg.model),
+                "protocol": workload.protocol.fingerprint,
+                "plan": workload.plan.fingerprint,
+            },
+        }
+
+    def log_plan(self) -> None:
+        """Say what is about to run."""
+        workload, ranks = self.workload, self.dims.batch_size
+        padding = 1 - (
+            (workload.windows.num_tokens - 1 + (workload.protocol.bos_id is not None)).sum()
+            / workload.plan.num_positions.sum()
+        )
+        logger.info(
+            f"{len(workload.corpus.documents):,} documents, {workload.corpus.num_tokens.sum():,}"
+            f" tokens: {len(workload.windows):,} windows in {len(workload.plan.batches):,} batches"
+            f" ({padding:.1%} padding), {workload.plan.num_steps(ranks):,} steps on {self.dims}"
+        )
+
+    def cleanup(self) -> None:
+        """Close the metric logger and leave the process group."""
+        if self.metric_logger is not None:
+            self.metric_logger.close()
+        process_group.stop()
+
+
+@parse
+def recipe_main(cfg: EvalConfig) -> None:
+    """Entry point of ``tune run``."""
+    recipe = PerplexityEvalRecipe(cfg)
+    recipe.setup(cfg)
+    recipe.evaluate()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    recipe_main()

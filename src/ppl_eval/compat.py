@@ -1,0 +1,63 @@
+"""What is particular to the pinned torchtune and torchao; no other module knows it."""
+
+import logging
+import warnings
+from typing import Any
+
+from torch import nn
+
+from ppl_eval.errors import UserError
+
+
+def quiet() -> None:
+    """Keep notices off the terminal that say nothing to someone who evaluates a model.
+
+    Of torchao: that it skips its C++ extensions with a torch that it was not built for.
+    """
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    # torchtune's RMSNorm gives a float input and a bf16 scale to torch, which says that it then
+    # takes the unfused kernel
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+
+
+def model_types() -> list[str]:
+    """Values of ``checkpointer.model_type``."""
+    from torchtune.training.checkpointing import ModelType
+
+    return [member.name for member in ModelType]
+
+
+def file_names(checkpoint_files: list[str] | dict[str, str]) -> list[str]:
+    """Names behind ``checkpoint_files``, which torchtune also takes as a pattern and a number."""
+    from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
+
+    if isinstance(checkpoint_files, dict):
+        return FormattedCheckpointFiles.from_dict(checkpoint_files).build_checkpoint_filenames()
+    return list(checkpoint_files)
+
+
+def load_model_state(checkpointer: Any) -> dict[str, Any]:
+    """``checkpointer.load_checkpoint()["model"]``: torchtune's names -> full tensors.
+
+    Raises:
+        UserError: a file that cannot be read, or a tensor that torchtune's key maps do not know,
+            which torchtune reports by a bare ``Exception``.
+    """
+    try:
+        return checkpointer.load_checkpoint()["model"]
+    except Exception as error:
+        if type(error) is Exception or isinstance(error, OSError | ValueError | KeyError):
+            reason = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
+            raise UserError(f"the checkpoint cannot be loaded: {' '.join(reason.split())}") from error
+        raise
+
+
+def rebuild_rope(model: nn.Module) -> None:
+    """Fill the rotary tables: buffers that no checkpoint holds and that meta leaves unset.
+
+    Call it with the real device as torch's default device.
+    """
+    for module in model.modules():
+        rope_init = getattr(module, "rope_init", None)
+        if callable(rope_init):
+            rope_init()

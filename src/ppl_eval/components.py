@@ -1,0 +1,86 @@
+"""torchtune-style components: ``_component_`` names what to call, the other keys are arguments."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ppl_eval.errors import UserError
+
+
+def find(path: str, key: str) -> Callable[..., Any]:
+    """Import the object behind a dotted path; the current folder is searched as well.
+
+    Args:
+        path: such as ``torchtune.models.llama3_2.llama3_2``.
+        key: the config key that holds it, for the error.
+
+    Raises:
+        UserError: no such module, or no such name in it.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+                continue
+            raise UserError(f"{key}._component_ is {path}, but importing it fails: {error}") from error
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                close = difflib.get_close_matches(part, dir(found), n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise UserError(
+                    f"{key}._component_ is {path}, but {module_name} has no {part}{hint}"
+                )
+            found = getattr(found, part)
+        return found
+    raise UserError(
+        f"{key}._component_ is {path!r}, but there is no module {parts[0]}: write the import path "
+        "of what builds it, such as torchtune.models.llama3_2.llama3_2"
+    )
+
+
+def check(node: Mapping[str, Any], key: str) -> None:
+    """Check that the component exists and takes the arguments, without calling it.
+
+    Raises:
+        UserError: naming the argument that it does not know, or that is missing.
+    """
+    component = find(node["_component_"], key)
+    arguments = {name: value for name, value in node.items() if name != "_component_"}
+    try:
+        signature = inspect.signature(component)
+    except (TypeError, ValueError):  # a builtin without a readable signature
+        return
+    parameters = signature.parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name in arguments:
+        if name not in parameters and not open_ended:
+            close = difflib.get_close_matches(name, list(parameters), n=1)
+            hint = f": did you mean {key}.{close[0]}?" if close else ""
+            raise UserError(
+                f"unknown config key {key}.{name} ({node['_component_']} has no such argument){hint}"
+            )
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"config: {key} ({node['_component_']}): {error}") from error
+
+
+def argument_names(node: Mapping[str, Any], key: str) -> list[str]:
+    """Names of the arguments that the component declares."""
+    return list(inspect.signature(find(node["_component_"], key)).parameters)
+
+
+def build(node: Mapping[str, Any], key: str, **more: Any) -> Any:
+    """Call the component with its arguments, ``more`` taking precedence."""
+    component = find(node["_component_"], key)
+    arguments = {name: value for name, value in node.items() if name != "_component_"}
+    return component(**{**arguments, **more})

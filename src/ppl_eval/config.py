@@ -1,0 +1,269 @@
+"""The whole config surface, and the way from a command line to it.
+
+A YAML file plus ``key=value`` and ``~key`` overrides become one :class:`EvalConfig`. The schema is
+strict: a key that is not in it is an error that names the nearest one that is.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ppl_eval import components, launch, shipped
+from ppl_eval.errors import UserError
+
+COMPONENTS = ("tokenizer", "model", "checkpointer", "dataset", "metric_logger")
+"""Keys whose value is a torchtune-style component: ``_component_`` and its arguments."""
+
+
+@dataclass
+class ProtocolConfig:
+    """Which windows are read and which tokens are scored: see docs/protocols.md."""
+
+    name: str = "document"
+    max_seq_len: int = 1024
+    stride: int | None = None
+    add_bos: Any = "auto"
+    add_eos: bool = False
+
+
+@dataclass
+class ParallelConfig:
+    """Degrees of the mesh; -1 for dp_shard takes the processes that are left."""
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    reshard_after_forward: bool = True
+
+
+@dataclass
+class ProcessGroupConfig:
+    """``auto`` is gloo on CPU and nccl (with gloo for CPU tensors) on CUDA."""
+
+    backend: str = "auto"
+    timeout_s: float = 180
+
+
+@dataclass
+class EvalConfig:
+    """Everything that a config file of the recipe may say."""
+
+    output_dir: str = "./out/ppl_eval"
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    checkpointer: dict[str, Any] = field(default_factory=dict)
+    dataset: dict[str, Any] = field(default_factory=dict)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    max_tokens_per_batch: int = 8192
+    max_documents: int | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    process_group: ProcessGroupConfig = field(default_factory=ProcessGroupConfig)
+    device: str | None = None
+    dtype: str = "fp32"
+    logits_dtype: str = "fp32"
+    seed: int = 1234
+    metric_logger: dict[str, Any] = field(
+        default_factory=lambda: {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": "${output_dir}/logs",
+        }
+    )
+    log_every_n_steps: int = 10
+    log_peak_memory_stats: bool = True
+    log_level: str = "INFO"
+
+
+def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
+    """Decorator of a recipe's ``main``: read the command line, then run it behind one boundary.
+
+    It stands where torchtune's ``config.parse`` would: that one opens the YAML file before the
+    recipe runs, so it knows neither our config names nor our schema. A user's copy of the recipe
+    gets both as well.
+
+    Example:
+        >>> @parse
+        ... def recipe_main(cfg: EvalConfig) -> None: ...
+        >>> if __name__ == "__main__":
+        ...     recipe_main()
+    """
+
+    @functools.wraps(recipe_main)
+    def main() -> None:
+        launch.guarded(lambda: recipe_main(load(sys.argv[1:])))
+
+    return main
+
+
+def load(args: Sequence[str]) -> EvalConfig:
+    """The checked config of a command line such as ``--config NAME key=value ~key``.
+
+    Raises:
+        UserError: whatever is wrong with the file, a key or a value.
+    """
+    parser = _Parser(prog="tune run ppl_eval", usage="%(prog)s --config NAME_OR_PATH key=value ~key")
+    parser.add_argument("--config", required=True, metavar="NAME_OR_PATH")
+    known, overrides = parser.parse_known_args(args)
+    path = shipped.config_path(known.config)
+    config = to_config(override(read_yaml(path), overrides))
+    launch.set_log_level(config.log_level)
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; usage: {self.format_usage().removeprefix('usage: ').strip()}")
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """A YAML file as a mapping, interpolations not yet resolved."""
+    try:
+        content = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, DictConfig):
+        raise UserError(f"{path} holds a list or a single value: a config is a mapping of keys")
+    return content
+
+
+def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Apply ``key=value`` and ``~key``, in torchtune's notation.
+
+    ``model=pkg.builder`` replaces the ``_component_`` of ``model``, and ``None`` is null.
+    """
+    config = config.copy()
+    for text in overrides:
+        if text.startswith("--"):
+            raise UserError(f"{text} is not an option: give --config NAME_OR_PATH and key=value")
+        if text.startswith("~"):
+            _remove(config, text[1:].split("=")[0])
+            continue
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UserError(f"{text!r} is not an override: write key=value, or ~key to remove one")
+        if isinstance(config.get(key), DictConfig) and "_component_" in config[key]:
+            key += "._component_"
+        try:
+            parsed = OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"])
+            config = OmegaConf.merge(config, parsed)
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"override {text!r} cannot be read: {reason}") from error
+    return config
+
+
+def _remove(config: DictConfig, dotted: str) -> None:
+    *parents, last = dotted.split(".")
+    node: Any = config
+    for part in parents:
+        node = node.get(part) if isinstance(node, DictConfig) else None
+    if not isinstance(node, DictConfig) or last not in node:
+        raise UserError(f"~{dotted}: the config has no such key to remove{_suggest(dotted)}")
+    del node[last]
+
+
+def to_config(content: DictConfig) -> EvalConfig:
+    """Merge a mapping into the schema, resolve interpolations, and check every value.
+
+    Raises:
+        UserError: an unknown key, a value of the wrong type or out of range, a component that does
+            not exist or does not take an argument.
+    """
+    _check_keys(content, EvalConfig)
+    _register_resolver()
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(EvalConfig), content)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise UserError(f"config: {where}{(error.msg or str(error)).splitlines()[0]}") from error
+    assert isinstance(config, EvalConfig)
+    _check_values(config)
+    _fill_in_checkpointer(config.checkpointer)
+    for key in COMPONENTS:
+        components.check(getattr(config, key), key)
+    return config
+
+
+def _register_resolver() -> None:
+    """``${embedded:NAME}`` in a config is the folder of an embedded checkpoint or text."""
+    if OmegaConf.has_resolver("embedded"):
+        return
+    # OmegaConf 2.4 renamed register_new_resolver
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    register("embedded", lambda name: str(shipped.embedded_path(name)))
+
+
+def known_keys(schema: type = EvalConfig, prefix: str = "") -> Iterator[str]:
+    """All dotted keys of the schema, down to where a component's own arguments begin."""
+    for item in dataclasses.fields(schema):
+        yield prefix + item.name
+        if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+            yield from known_keys(item.type, f"{prefix}{item.name}.")
+
+
+def _check_keys(node: DictConfig, schema: type, prefix: str = "") -> None:
+    fields = {item.name: item.type for item in dataclasses.fields(schema)}
+    for key in node:
+        if key not in fields:
+            raise UserError(f"unknown config key {prefix}{key}{_suggest(f'{prefix}{key}')}")
+        inner = fields[str(key)]
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            value = node[key]
+            if not isinstance(value, DictConfig):
+                raise UserError(f"config: {prefix}{key} is {value!r}, but it is a mapping of keys")
+            _check_keys(value, inner, f"{prefix}{key}.")
+
+
+def _suggest(dotted: str) -> str:
+    keys = list(known_keys())
+    leaf = dotted.split(".")[-1]
+    elsewhere = [key for key in keys if key.split(".")[-1] == leaf]
+    close = elsewhere or difflib.get_close_matches(dotted, keys, n=1)
+    if not close:
+        by_leaf = {key.split(".")[-1]: key for key in keys}
+        close = [by_leaf[k] for k in difflib.get_close_matches(leaf, list(by_leaf), n=1)]
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _check_values(config: EvalConfig) -> None:
+    def one_of(key: str, value: object, allowed: Sequence[object]) -> None:
+        if value not in allowed:
+            raise UserError(f"{key} is {value!r}, but it is one of {', '.join(map(str, allowed))}")
+
+    def at_least(key: str, value: float | None, least: float) -> None:
+        if value is not None and value < least:
+            raise UserError(f"{key} is {value}, but it is at least {least}")
+
+    one_of("dtype", config.dtype, ("fp32", "bf16", "fp16", "fp64"))
+    one_of("logits_dtype", config.logits_dtype, ("fp32", "model"))
+    one_of("process_group.backend", config.process_group.backend, ("auto", "gloo", "nccl"))
+    one_of("log_level", config.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
+    at_least("process_group.timeout_s", config.process_group.timeout_s, 1)
+    at_least("max_tokens_per_batch", config.max_tokens_per_batch, 1)
+    at_least("max_documents", config.max_documents, 1)
+    at_least("log_every_n_steps", config.log_every_n_steps, 1)
+    for key in COMPONENTS:
+        if not getattr(config, key).get("_component_"):
+            raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
+
+
+def _fill_in_checkpointer(node: dict[str, Any]) -> None:
+    """Keys that torchtune's checkpointers want and an evaluation can do without.
+
+    They are found later: the files in the folder, and a place that nothing is written to.
+    """
+    accepted = components.argument_names(node, "checkpointer")
+    for name in ("checkpoint_files", "output_dir"):
+        if name in accepted:
+            node.setdefault(name, None)

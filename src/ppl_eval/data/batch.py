@@ -1,0 +1,77 @@
+"""Batch: the tensors of one forward pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ppl_eval.data.encode import EncodedCorpus
+from ppl_eval.data.protocol import DocumentProtocol, Windows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets of some windows, padded on the right.
+
+    Attributes:
+        rows: window numbers (int64 [B]); empty for a batch that counts nothing.
+        inputs_BT: token ids that the model reads (int64). Padding is id 0 and is never attended to
+            by a scored position, since attention is causal.
+        targets_BT: the token after each input (int64); 0 where there is none.
+        scored_BT: which targets count (bool).
+    """
+
+    rows: torch.Tensor
+    inputs_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    scored_BT: torch.Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on ``device``."""
+        if device.type == "cpu":
+            return self
+        moved = (
+            t.pin_memory().to(device, non_blocking=True)
+            for t in (self.rows, self.inputs_BT, self.targets_BT, self.scored_BT)
+        )
+        return Batch(*moved)
+
+
+def collate(
+    numbers: np.ndarray | None, windows: Windows, corpus: EncodedCorpus, protocol: DocumentProtocol
+) -> Batch:
+    """Tensors of the windows ``numbers``, or of the smallest batch that counts nothing.
+
+    Args:
+        numbers: window numbers (int64 [B]); None gives one row of one position with nothing scored.
+        windows: of the whole corpus.
+        corpus: gives the ids.
+        protocol: gives BOS and EOS.
+    """
+    if numbers is None:
+        nothing = torch.zeros((1, 1), dtype=torch.int64)
+        rows = torch.empty(0, dtype=torch.int64)
+        return Batch(rows, nothing, nothing, torch.zeros((1, 1), dtype=torch.bool))
+    lead = [] if protocol.bos_id is None else [protocol.bos_id]
+    width = int(windows.num_tokens[numbers].max()) + len(lead) - 1
+    inputs = np.zeros((len(numbers), width), dtype=np.int64)
+    targets = np.zeros_like(inputs)
+    scored = np.zeros(inputs.shape, dtype=bool)
+    ids = corpus.fetch(windows.document[numbers].tolist())
+    for row, number in enumerate(numbers):
+        document, start = int(windows.document[number]), int(windows.start[number])
+        stop = start + int(windows.num_tokens[number])
+        text = ids[document][start:stop]
+        tail = [] if stop <= len(ids[document]) else [protocol.eos_id]
+        tokens = np.concatenate([lead, text, tail]).astype(np.int64)
+        length = len(tokens) - 1
+        inputs[row, :length] = tokens[:-1]
+        targets[row, :length] = tokens[1:]
+        first_target = len(lead) + int(windows.num_skipped[number]) - 1
+        scored[row, first_target:length] = True
+    return Batch(
+        rows=torch.from_numpy(np.ascontiguousarray(numbers)),
+        inputs_BT=torch.from_numpy(inputs),
+        targets_BT=torch.from_numpy(targets),
+        scored_BT=torch.from_numpy(scored),
+    )

@@ -1,0 +1,168 @@
+"""Documents -> token ids, counted by all ranks together.
+
+Every rank needs the number of tokens of every document (the plan is made for the whole corpus) but
+the ids of few. So each rank tokenises its share, the counts are added up once, and a rank encodes
+again what it has to score and did not count.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ppl_eval.data.corpus import Document
+from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.errors import UserError
+from ppl_eval.parallel.reduce import reduce_
+
+_SHARE = 64
+"""Documents are dealt to the ranks in runs of this many."""
+
+_KEPT_TOKENS = 8_000_000
+"""Ids that a rank keeps at most when it can encode them again (32 MB)."""
+
+
+@dataclass
+class EncodedCorpus:
+    """Token counts of all documents, on every rank, and ids on demand.
+
+    Attributes:
+        documents: the texts.
+        num_tokens: text tokens by document, without BOS and EOS (int64 [documents]).
+        num_bytes: UTF-8 bytes by document (int64 [documents]).
+        num_words: ``len(text.split())`` by document (int64 [documents]).
+        fingerprint: hash of the texts in their order.
+    """
+
+    documents: Sequence[Document]
+    tokenizer: TextTokenizer
+    vocab_size: int | None
+    num_tokens: np.ndarray
+    num_bytes: np.ndarray
+    num_words: np.ndarray
+    fingerprint: str
+    _ids: "OrderedDict[int, np.ndarray]" = field(default_factory=OrderedDict)
+    _may_forget: bool = True
+    _num_kept: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._num_kept = sum(len(ids) for ids in self._ids.values())
+
+    def tokens(self, document: int) -> np.ndarray:
+        """Text token ids of one document (int32 [num_tokens])."""
+        return self.fetch([document])[document]
+
+    def fetch(self, documents: Iterable[int]) -> dict[int, np.ndarray]:
+        """Text token ids of several documents, encoding those that are not at hand.
+
+        Raises:
+            UserError: the text has another number of tokens here than where it was counted.
+        """
+        wanted = sorted(set(documents))
+        missing = [n for n in wanted if n not in self._ids]
+        if missing:
+            texts = [self.documents[n].text for n in missing]
+            encoded = _encode(self.tokenizer, texts, missing, self.vocab_size)
+            for number, ids in zip(missing, encoded, strict=True):
+                if len(ids) != self.num_tokens[number]:
+                    raise UserError(
+                        f"document {number} has {len(ids)} tokens on this rank but"
+                        f" {self.num_tokens[number]} on the rank that counted it:"
+                        " do all nodes read the same files?"
+                    )
+                self._ids[number] = ids
+                self._num_kept += len(ids)
+        found = {n: self._ids[n] for n in wanted}
+        self._forget_oldest()
+        return found
+
+    def _forget_oldest(self) -> None:
+        while self._may_forget and self._num_kept > _KEPT_TOKENS:
+            _, ids = self._ids.popitem(last=False)
+            self._num_kept -= len(ids)
+
+
+def encode_corpus(
+    documents: Sequence[Document],
+    tokenizer: TextTokenizer,
+    *,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> EncodedCorpus:
+    """Tokenise this rank's share and add up the counts over ``group``.
+
+    Args:
+        documents: the same on every rank.
+        tokenizer: the same on every rank.
+        vocab_size: rows of the model's embedding; an id outside is an error.
+        group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
+            counts everything.
+
+    Raises:
+        UserError: a token id that the model does not have, or ranks that see different corpora.
+    """
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    counts = np.zeros((4, len(documents)), dtype=np.int64)
+    ids: OrderedDict[int, np.ndarray] = OrderedDict()
+    _check_same_length(len(documents), group)
+    for start in range(rank * _SHARE, len(documents), size * _SHARE):
+        numbers = range(start, min(start + _SHARE, len(documents)))
+        texts = [document.text for document in documents[start : numbers.stop]]
+        encoded = _encode(tokenizer, texts, numbers, vocab_size)
+        for number, text, token_ids in zip(numbers, texts, encoded, strict=True):
+            raw = text.encode("utf-8")
+            digest = hashlib.blake2b(raw, digest_size=8).digest()
+            counts[:, number] = (
+                len(token_ids),
+                len(raw),
+                len(text.split()),
+                np.frombuffer(digest, dtype=np.int64)[0],
+            )
+            ids[number] = token_ids
+    reduce_(torch.from_numpy(counts), group)
+    return EncodedCorpus(
+        documents=documents,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        num_tokens=counts[0],
+        num_bytes=counts[1],
+        num_words=counts[2],
+        fingerprint=hashlib.sha256(counts[3].tobytes()).hexdigest()[:16],
+        _ids=ids,
+        _may_forget=size > 1,
+    )
+
+
+def _check_same_length(length: int, group: dist.ProcessGroup | None) -> None:
+    longest = reduce_(torch.tensor([length, -length]), group, "max")
+    if longest[0] != -longest[1]:
+        raise UserError(
+            f"the ranks see corpora of {-int(longest[1])} to {int(longest[0])} documents:"
+            " do all nodes read the same files?"
+        )
+
+
+def _encode(
+    tokenizer: TextTokenizer,
+    texts: Sequence[str],
+    numbers: Sequence[int],
+    vocab_size: int | None,
+) -> list[np.ndarray]:
+    """Ids (int32) of ``texts``, which are the documents ``numbers``."""
+    encode_batch = getattr(tokenizer, "encode_batch", None)
+    if encode_batch is not None:
+        encoded = encode_batch(texts)
+    else:
+        encoded = [tokenizer.encode(text, add_bos=False, add_eos=False) for text in texts]
+    arrays = [np.asarray(ids, dtype=np.int32) for ids in encoded]
+    for number, ids in zip(numbers, arrays, strict=True):
+        if vocab_size is not None and ids.size and ids.max() >= vocab_size:
+            raise UserError(
+                f"document {number} has the token id {ids.max()}, but the model's embedding has"
+                f" {vocab_size} rows: are tokenizer and model of one family?"
+            )
+    return arrays

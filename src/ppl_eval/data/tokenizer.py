@@ -1,0 +1,212 @@
+"""A Hugging Face tokenizer folder behind torchtune's tokenizer interface.
+
+torchtune 0.6.1's HuggingFaceBaseTokenizer fails on a tokenizer without BOS, has no pad_id and no
+max_seq_len, and always adds BOS and EOS unless told otherwise. This one reads what the folder says.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from ppl_eval.errors import UserError
+
+
+class TextTokenizer(Protocol):
+    """What evaluation needs of a tokenizer; torchtune's own and :class:`HFTokenizer` have it."""
+
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Token ids of ``text``."""
+        ...
+
+
+class HFTokenizer:
+    """tokenizer.json and tokenizer_config.json as a torchtune tokenizer.
+
+    Special tokens that are written in a text are read as text: a corpus that mentions ``</s>`` does
+    not end there.
+
+    Args:
+        path: folder with tokenizer.json, and usually tokenizer_config.json.
+        max_seq_len: where torchtune's datasets cut a conversation. ``encode`` never cuts.
+
+    Attributes:
+        bos_id: id of the BOS token, or None if there is none.
+        eos_id: id of the EOS token, or None if there is none.
+        pad_id: id of the padding token; the EOS id (or 0) if there is none.
+        adds_bos: whether a BOS belongs before a text: the tokenizer itself adds one to the empty
+            string, or else ``add_bos_token`` says so.
+        fingerprint: hash of what decides the ids.
+
+    Raises:
+        UserError: a missing or unreadable file, or a special token that the vocabulary lacks.
+    """
+
+    def __init__(self, path: str, max_seq_len: int | None = None) -> None:
+        folder = Path(path)
+        self.max_seq_len = max_seq_len
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        config = _read_config(folder / "tokenizer_config.json")
+        self.bos_id = self._special_id(config, "bos_token", folder)
+        self.eos_id = self._special_id(config, "eos_token", folder)
+        pad_id = self._special_id(config, "pad_token", folder)
+        fallback = 0 if self.eos_id is None else self.eos_id
+        self.pad_id = fallback if pad_id is None else pad_id
+        self.stop_tokens = [] if self.eos_id is None else [self.eos_id]
+        self.special_tokens = {
+            token.content: index
+            for index, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        added = self._tokenizer.encode("").ids
+        self.adds_bos = self.bos_id is not None and (
+            self.bos_id in added or bool(config.get("add_bos_token"))
+        )
+        content = [self._tokenizer.to_str(), self.bos_id, self.eos_id, self.adds_bos]
+        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    def _special_id(self, config: dict[str, Any], key: str, folder: Path) -> int | None:
+        token = config.get(key)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if token is None:
+            return None
+        index = self._tokenizer.token_to_id(token)
+        if index is None:
+            raise UserError(
+                f"{folder / 'tokenizer_config.json'}: {key} is {token!r}, but tokenizer.json has no"
+                " such token: are the two files of one model?"
+            )
+        return index
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(
+        self,
+        text: str,
+        add_bos: bool = True,
+        add_eos: bool = True,
+        trim_leading_whitespace: bool = False,
+    ) -> list[int]:
+        """Token ids of ``text``, with BOS before and EOS after if asked and if they exist.
+
+        Args:
+            text: any string.
+            add_bos: prepend BOS.
+            add_eos: append EOS.
+            trim_leading_whitespace: ``text`` goes on where another ended, so a tokenizer that puts
+                a blank before the first word must not do it here.
+        """
+        if trim_leading_whitespace:
+            lead = self._tokenizer.encode("\n", add_special_tokens=False).ids
+            ids = self._tokenizer.encode("\n" + text, add_special_tokens=False).ids
+            # where the line break merged with the text there is no clean cut
+            ids = ids[len(lead) :] if ids[: len(lead)] == lead else self._plain(text)
+        else:
+            ids = self._plain(text)
+        if add_bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        if add_eos and self.eos_id is not None:
+            ids = [*ids, self.eos_id]
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, without BOS and EOS, on several threads."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [e.ids for e in encoded]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text behind ``token_ids``."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def tokenize_messages(
+        self, messages: list[Any], add_end_tokens: bool = True
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens and mask (True: not trained on) of a conversation, joined as torchtune joins it.
+
+        No chat template is applied.
+
+        Args:
+            messages: torchtune ``Message`` objects.
+            add_end_tokens: put EOS after each answer of the assistant.
+        """
+        from torchtune.modules.transforms.tokenizers import tokenize_messages_no_special_tokens
+
+        return tokenize_messages_no_special_tokens(
+            tokenizer=self,  # pyright: ignore[reportArgumentType]
+            messages=messages,
+            bos_id=self.bos_id if self.adds_bos else None,
+            eos_id=self.eos_id if add_end_tokens else None,
+        )
+
+    def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
+        """torchtune's transform: replace ``messages`` in ``sample`` by ``tokens`` and ``mask``."""
+        messages = sample.pop("messages")
+        tokens, mask = self.tokenize_messages(messages, add_end_tokens=not inference)
+        return {**sample, "tokens": tokens, "mask": mask}
+
+
+def hf_tokenizer(path: str, max_seq_len: int | None = None) -> HFTokenizer:
+    """Config component: the tokenizer in a Hugging Face folder. See :class:`HFTokenizer`."""
+    return HFTokenizer(path, max_seq_len)
+
+
+def wants_bos(tokenizer: TextTokenizer) -> bool:
+    """Whether a text of this tokenizer begins with BOS when nobody says otherwise.
+
+    For a tokenizer that does not say (``adds_bos``), such as torchtune's own: whether it puts one
+    before the empty string.
+    """
+    adds_bos = getattr(tokenizer, "adds_bos", None)
+    if adds_bos is not None:
+        return adds_bos
+    return tokenizer.bos_id is not None and tokenizer.bos_id in tokenizer.encode("")[:1]
+
+
+def fingerprint(tokenizer: TextTokenizer) -> str:
+    """Hash that tells tokenizers apart: exact for :class:`HFTokenizer`.
+
+    For others, hash of the ids of a probe with every ASCII character and some words of many scripts.
+    """
+    known = getattr(tokenizer, "fingerprint", None)
+    if isinstance(known, str):
+        return known
+    probe = "".join(map(chr, range(32, 127))) + " The quick brown fox \u00e9\u00df \u4e2d\u6587 \u0416 \U0001f600\n\t 12345"
+    ids = [tokenizer.bos_id, tokenizer.eos_id, *tokenizer.encode(probe, False, False)]
+    return hashlib.sha256(json.dumps([type(tokenizer).__name__, ids]).encode()).hexdigest()[:16]
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise UserError(
+            f"no tokenizer.json in {path.parent}: point tokenizer.path at a Hugging Face folder"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  (tokenizers raises nothing more specific)
+        raise UserError(f"{path} is not a readable tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not readable JSON: {error}") from error

@@ -1,0 +1,278 @@
+"""evaluate: a model, a tokenizer and documents -> a ledger, on any number of ranks.
+
+The recipe and the Python API both go through here.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ppl_eval.data.batch import collate
+from ppl_eval.data.corpus import as_documents
+from ppl_eval.data.encode import EncodedCorpus, encode_corpus
+from ppl_eval.data.plan import Plan, make_plan
+from ppl_eval.data.protocol import DocumentProtocol, Windows, document_protocol
+from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.errors import UserError
+from ppl_eval.metrics.ledger import Ledger
+from ppl_eval.metrics.perplexity import Perplexity
+from ppl_eval.report.results import Summary, summarise
+from ppl_eval.score.head import score
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All that is to be scored, known before any weight is read; the same on every rank."""
+
+    corpus: EncodedCorpus
+    protocol: DocumentProtocol
+    windows: Windows
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a step.
+
+    Attributes:
+        step: steps done, from 1.
+        num_steps: steps in all.
+        num_scored: tokens that all ranks together have scored so far.
+        running: this rank's own sums so far; reading them waits for the device.
+    """
+
+    step: int
+    num_steps: int
+    num_scored: int
+    running: Perplexity
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found; the same on every rank.
+
+    Attributes:
+        workload: what was scored.
+        ledger: results by window.
+        summary: counts and metrics of the whole, by domain and by document.
+    """
+
+    workload: Workload
+    ledger: Ledger
+    summary: Summary
+
+    @property
+    def perplexity(self) -> float:
+        """exp(NLL sum / scored tokens) over the whole corpus."""
+        return self.summary.total.perplexity
+
+
+def prepare(
+    tokenizer: TextTokenizer,
+    documents: Iterable[Any],
+    protocol: DocumentProtocol,
+    *,
+    max_tokens_per_batch: int = 8192,
+    max_documents: int | None = None,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Workload:
+    """Read, tokenise, cut into windows and plan.
+
+    Args:
+        tokenizer: the model's.
+        documents: texts, :class:`~ppl_eval.data.corpus.Document` objects, mappings with ``text``,
+            or a ``text_corpus``; the same on every rank.
+        protocol: makes the windows.
+        max_tokens_per_batch: input positions of a batch at most, padding included.
+        max_documents: take the first N documents.
+        vocab_size: rows of the model's embedding; an id outside is an error.
+        group: ranks that share the work of tokenising, or None for this rank alone.
+
+    Raises:
+        UserError: a bad row, an empty corpus, or one in which no token has any context.
+    """
+    rows = as_documents(documents, max_documents)
+    corpus = encode_corpus(rows, tokenizer, vocab_size=vocab_size, group=group)
+    windows = protocol.windows(corpus.num_tokens)
+    if len(windows) == 0:
+        raise UserError(
+            f"0 scored tokens: the {len(rows)} documents have {corpus.num_tokens.sum()} tokens, but"
+            " none has a token before it in its window: give longer documents or add a BOS"
+        )
+    has_bos = protocol.bos_id is not None
+    plan = make_plan(windows, has_bos=has_bos, max_tokens_per_batch=max_tokens_per_batch)
+    return Workload(corpus, protocol, windows, plan)
+
+
+def run(
+    model: nn.Module,
+    workload: Workload,
+    *,
+    device: torch.device,
+    batch_rank: int = 0,
+    num_batch_ranks: int = 1,
+    loss_group: dist.ProcessGroup | None = None,
+    fp32_logits: bool = True,
+    on_step: Callable[[Progress], None] | None = None,
+    check_every: int = 10,
+) -> Evaluation:
+    """Score a workload. Every rank calls it and runs the same number of steps.
+
+    Args:
+        model: on ``device``; see :func:`ppl_eval.score.head.score`. It is put into eval mode and
+            back, and no gradients are kept.
+        workload: from :func:`prepare`.
+        device: of the model.
+        batch_rank: this rank's place among those that read different windows.
+        num_batch_ranks: how many those are.
+        loss_group: ranks that write different rows of the ledger; None for this rank alone.
+        fp32_logits: see :func:`ppl_eval.score.head.score`.
+        on_step: called on this rank after every step.
+        check_every: steps between looks for a NaN or infinite loss (each waits for the device).
+
+    Raises:
+        UserError: a loss is NaN or infinite, naming document and window.
+    """
+    windows, plan = workload.windows, workload.plan
+    num_steps = plan.num_steps(num_batch_ranks)
+    ledger = Ledger(len(windows), device)
+    running = Perplexity(device)
+    scored_by_batch = [int(windows.num_scored[numbers].sum()) for numbers in plan.batches]
+    was_training = model.training
+    model.eval()
+    try:
+        # no_grad, not inference_mode: that would leave FSDP buffers that later training trips over
+        with torch.no_grad():
+            for step in range(num_steps):
+                numbers = plan.batch_of(step, batch_rank, num_batch_ranks)
+                batch = collate(numbers, windows, workload.corpus, workload.protocol).to(device)
+                nll_BT = score(
+                    model, batch.inputs_BT, batch.targets_BT, batch.scored_BT, fp32_logits=fp32_logits
+                )
+                ledger.write(batch.rows, nll_BT, batch.scored_BT)
+                running.update(nll_BT, batch.scored_BT)
+                if (step + 1) % check_every == 0 or step + 1 == num_steps:
+                    _raise_if_not_finite(ledger, workload)
+                if on_step is not None:
+                    num_scored = sum(scored_by_batch[: (step + 1) * num_batch_ranks])
+                    on_step(Progress(step + 1, num_steps, num_scored, running))
+    finally:
+        model.train(was_training)
+    ledger.assemble(loss_group)
+    return Evaluation(workload, ledger, summarise(workload.corpus, windows, ledger))
+
+
+def _raise_if_not_finite(ledger: Ledger, workload: Workload) -> None:
+    number = ledger.first_non_finite()
+    if number is None:
+        return
+    windows = workload.windows
+    document, start = int(windows.document[number]), int(windows.start[number])
+    row_id = workload.corpus.documents[document].id
+    raise UserError(
+        f"the loss is {float(ledger.nll_nats_sum[number])} in document {document}"
+        f"{'' if row_id is None else f' (id {row_id!r})'}, tokens {start} to"
+        f" {start + int(windows.num_tokens[number]) - 1}: look for NaN in the checkpoint, or try"
+        " dtype=fp32 (fp16 overflows at 65,504)"
+    )
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: TextTokenizer,
+    documents: Iterable[Any],
+    *,
+    max_seq_len: int = 1024,
+    stride: int | None = None,
+    add_bos: bool | str = "auto",
+    add_eos: bool = False,
+    max_tokens_per_batch: int = 8192,
+    max_documents: int | None = None,
+    fp32_logits: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Evaluation:
+    """Perplexity of a model that is already built and, if at all, sharded.
+
+    For a training loop or a notebook. With several processes every rank calls it with the same
+    arguments, and gets the same result.
+
+    Args:
+        model: a torchtune ``TransformerDecoder``, plain or under FSDP2 or DDP, or any module that
+            maps token ids [B, T] to logits [B, T, V] (or to an object with ``.logits``).
+        tokenizer: the model's: ``encode(text, add_bos, add_eos)``, ``bos_id``, ``eos_id``.
+        documents: texts, mappings with ``text`` (and ``id``, ``domain``), or a ``text_corpus``.
+        max_seq_len: tokens in a window, BOS included.
+        stride: text tokens by which windows advance; None: they do not overlap.
+        add_bos: True, False, or ``auto``: as the tokenizer has it.
+        add_eos: score an EOS after each document.
+        max_tokens_per_batch: input positions of a batch at most, padding included.
+        max_documents: take the first N documents.
+        fp32_logits: see :func:`ppl_eval.score.head.score`.
+        group: the ranks that read different documents. None: all processes, which is right for
+            FSDP2 and DDP; with tensor or context parallelism give the data-parallel group.
+
+    Raises:
+        UserError: a bad row, an empty corpus, a window longer than the model allows, a NaN loss.
+
+    Example:
+        >>> from torchtune.models.llama3_2 import llama3_2
+        >>> from ppl_eval.data import hf_tokenizer
+        >>> tokenizer = hf_tokenizer("CHECKPOINT_DIR")
+        >>> result = evaluate(model, tokenizer, ["A text.", "Another one."])
+        >>> result.perplexity, result.summary.total.num_scored
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    check_window(model, max_seq_len)
+    protocol = document_protocol(
+        tokenizer, max_seq_len=max_seq_len, stride=stride, add_bos=add_bos, add_eos=add_eos
+    )
+    workload = prepare(
+        tokenizer,
+        documents,
+        protocol,
+        max_tokens_per_batch=max_tokens_per_batch,
+        max_documents=max_documents,
+        vocab_size=vocab_size_of(model),
+        group=group,
+    )
+    return run(
+        model,
+        workload,
+        device=_device_of(model),
+        batch_rank=0 if group is None else dist.get_rank(group),
+        num_batch_ranks=1 if group is None else dist.get_world_size(group),
+        loss_group=group,
+        fp32_logits=fp32_logits,
+    )
+
+
+def check_window(model: nn.Module, max_seq_len: int) -> None:
+    """Refuse windows that are longer than the model allows.
+
+    Raises:
+        UserError: naming both lengths.
+    """
+    limit = getattr(getattr(model, "module", model), "max_seq_len", None)
+    if limit is not None and max_seq_len > limit:
+        raise UserError(
+            f"protocol.max_seq_len is {max_seq_len}, but the model reads at most {limit} tokens"
+            f" (its max_seq_len): set protocol.max_seq_len={limit} or less"
+        )
+
+
+def vocab_size_of(model: nn.Module) -> int | None:
+    """Rows of a decoder's embedding, or None for other modules."""
+    embedding = getattr(getattr(model, "module", model), "tok_embeddings", None)
+    return getattr(embedding, "num_embeddings", None)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device

@@ -1,0 +1,104 @@
+"""The boundary between a run and the terminal: one error, shown once, on any number of ranks.
+
+A rank that fails makes the others fail too (a peer closed the connection, a collective timed out).
+Only the first failure tells the user anything, so the ranks agree through the rendezvous store on
+which one that was; it alone writes to stderr. Every rank then exits with a code other than 0.
+"""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ppl_eval.errors import UserError
+
+logger = logging.getLogger("ppl_eval")
+
+_FAILURES = "ppl_eval/failures"
+_SHOWN = "ppl_eval/shown"
+_WAIT_FOR_FIRST = timedelta(seconds=10)
+
+
+def world_size_from_env() -> int:
+    """Number of processes that the launcher started: torchrun's ``WORLD_SIZE``, 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def set_log_level(level: str) -> None:
+    """Show our log from ``level`` up: on stderr, from rank 0; other ranks only at DEBUG."""
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.propagate = False
+    first_rank = os.environ.get("RANK", "0") == "0"
+    logger.setLevel(level if first_rank or level == "DEBUG" else logging.ERROR)
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run ``main`` and turn any exception into one message and a non-zero exit of this process.
+
+    A :class:`UserError` is shown as a sentence, anything else as a traceback, in both cases only by
+    the rank that failed first; with ``log_level: DEBUG`` every rank shows its traceback.
+
+    Args:
+        main: what to run. Its return value is ignored.
+
+    Raises:
+        SystemExit: with code 1 after an error and 130 after Ctrl-C, when this is the only process.
+            With several, the process ends without running destructors, which could wait for peers
+            that are gone.
+    """
+    store = _connect()
+    try:
+        main()
+    except KeyboardInterrupt:
+        _report(store, "ppl_eval: interrupted; nothing was written")
+        _leave(130)
+    except UserError as error:
+        debug = logger.isEnabledFor(logging.DEBUG)
+        _report(store, traceback.format_exc() if debug else f"ppl_eval: error: {error}")
+        _leave(1)
+    except Exception:  # noqa: BLE001  (the boundary: whatever it is, it is shown once)
+        rank = f" on rank {os.environ['RANK']}" if world_size_from_env() > 1 else ""
+        _report(store, f"ppl_eval: unexpected error{rank}\n{traceback.format_exc()}")
+        _leave(1)
+
+
+def _connect() -> dist.Store | None:
+    """The launcher's store, for ranks to agree before any process group exists."""
+    if world_size_from_env() == 1:
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
+def _report(store: dist.Store | None, message: str) -> None:
+    """Write ``message`` to stderr if this rank failed first, or at log level DEBUG."""
+    first = True
+    if store is not None:
+        try:
+            first = store.add(_FAILURES, 1) == 1
+        except dist.DistError:  # the store ended with the rank that hosted it: it has spoken
+            first = False
+    if first or logger.isEnabledFor(logging.DEBUG):
+        print(message.rstrip(), file=sys.stderr, flush=True)  # noqa: T201
+    if store is None:
+        return
+    try:
+        if first:
+            store.set(_SHOWN, "1")
+        else:  # the launcher kills all ranks as soon as one ends: let the first finish its sentence
+            store.wait([_SHOWN], _WAIT_FOR_FIRST)
+    except dist.DistError:
+        pass
+
+
+def _leave(code: int) -> None:
+    if world_size_from_env() == 1:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""The perplexity metric and the ledger of results by window. Imports torch only."""

@@ -1,0 +1,62 @@
+"""Ledger: one row a window, written by exactly one data-parallel rank."""
+
+import torch
+import torch.distributed as dist
+
+from ppl_eval.parallel.reduce import reduce_
+
+
+class Ledger:
+    """Scored tokens and NLL of every window of a corpus.
+
+    Every rank has all rows, zero where it has not written; :meth:`assemble` adds them up. A row
+    plus zeros is the row, so the assembled ledger is bitwise the same for any number of ranks.
+
+    Args:
+        num_windows: rows.
+        device: where they live; writing to a GPU does not wait for it.
+
+    Attributes:
+        num_scored: scored tokens by window (int64 [windows]).
+        nll_nats_sum: sum of their NLL by window (float64 [windows]).
+        num_writes: how often each row was written (int64 [windows]).
+    """
+
+    def __init__(self, num_windows: int, device: torch.device | str = "cpu") -> None:
+        self.num_scored = torch.zeros(num_windows, dtype=torch.int64, device=device)
+        self.nll_nats_sum = torch.zeros(num_windows, dtype=torch.float64, device=device)
+        self.num_writes = torch.zeros(num_windows, dtype=torch.int64, device=device)
+
+    def write(self, rows_B: torch.Tensor, nll_BT: torch.Tensor, scored_BT: torch.Tensor) -> None:
+        """Enter the results of one batch.
+
+        Args:
+            rows_B: window numbers (int64); empty for a batch that counts nothing.
+            nll_BT: NLL of each target, 0 where not scored.
+            scored_BT: which targets were scored (bool).
+        """
+        if rows_B.numel() == 0:
+            return
+        self.num_scored[rows_B] = scored_BT.sum(dim=1)
+        self.nll_nats_sum[rows_B] = nll_BT.sum(dim=1, dtype=torch.float64)
+        self.num_writes[rows_B] += 1
+
+    def assemble(self, group: dist.ProcessGroup | None) -> None:
+        """Complete the rows on every rank: the one communication of an evaluation.
+
+        Args:
+            group: ranks that wrote different rows (the ``loss`` mesh), or None for this rank alone.
+
+        Raises:
+            RuntimeError: a row was not written by exactly one rank: a defect of the plan.
+        """
+        for column in (self.num_scored, self.nll_nats_sum, self.num_writes):
+            reduce_(column, group)
+        wrong = (self.num_writes != 1).nonzero().flatten().tolist()
+        if wrong:
+            raise RuntimeError(f"windows not scored exactly once: {wrong[:10]} of {len(wrong)}")
+
+    def first_non_finite(self) -> int | None:
+        """Number of the first window with a NaN or infinite loss, or None."""
+        bad = (~self.nll_nats_sum.isfinite()).nonzero()
+        return int(bad[0]) if len(bad) else None

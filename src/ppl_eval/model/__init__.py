@@ -1,0 +1,1 @@
+"""From a config's components and a checkpoint to a sharded model."""

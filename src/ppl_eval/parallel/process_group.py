@@ -1,0 +1,122 @@
+"""This process among the others: its device, its rank, and the default process group."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ppl_eval.errors import UserError
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands, as its launcher says (torchrun's environment variables)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_env(cls) -> "Ranks":
+        """Rank 0 of 1 when nothing launched us."""
+        env = os.environ
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            world_size=int(env.get("WORLD_SIZE", "1")),
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+        )
+
+
+def pick_device(name: str | None, local_rank: int) -> torch.device:
+    """The device that this process computes on; on CUDA also made the current one.
+
+    Args:
+        name: ``cpu``, ``cuda``, ``cuda:N`` (one process only), or None for the best there is.
+        local_rank: number of this process on its machine; it chooses among several GPUs.
+
+    Raises:
+        UserError: a device that this machine or this build of torch lacks.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device is {name!r}, but it is cpu, cuda, cuda:N or null") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise UserError(f"device is {name!r}, but evaluation runs on cpu or cuda only")
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"device is {name!r}, but torch {torch.__version__} sees no CUDA device here:"
+            " set device=cpu, or null for the best there is"
+        )
+    index = local_rank if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank} of this machine wants GPU {index}, but there are"
+            f" {torch.cuda.device_count()}: start at most one process for each GPU"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of the parameters and activations.
+
+    Raises:
+        UserError: the device cannot compute in it.
+    """
+    dtype = _DTYPES[name]
+    if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UserError(
+            f"dtype is bf16, but {torch.cuda.get_device_name(device)} does not compute in it:"
+            " set dtype=fp16 or dtype=fp32"
+        )
+    return dtype
+
+
+def start(backend: str, timeout_s: float, device: torch.device) -> None:
+    """Join the default process group; every rank calls it once.
+
+    Args:
+        backend: ``auto``, ``gloo`` or ``nccl``. auto is gloo on CPU, and on CUDA nccl for CUDA
+            tensors with gloo for CPU tensors.
+        timeout_s: seconds that a collective waits for the other ranks.
+        device: the device of this process.
+
+    Raises:
+        UserError: a backend that does not serve the device.
+    """
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    elif (backend == "nccl") != (device.type == "cuda"):
+        raise UserError(
+            f"process_group.backend is {backend}, but the device is {device.type}:"
+            " leave it at auto, which takes gloo for cpu and nccl for cuda"
+        )
+    elif backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def world() -> dist.ProcessGroup | None:
+    """The group of all processes, or None when this process is alone."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def stop() -> None:
+    """Leave the default process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,23 @@
+"""The few reductions that evaluation needs, on any backend."""
+
+import torch
+import torch.distributed as dist
+
+
+def reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum") -> torch.Tensor:
+    """All-reduce ``tensor`` in place over ``group`` and return it.
+
+    Args:
+        tensor: on any device; the same shape on every rank.
+        group: None leaves the tensor as it is.
+        op: ``sum`` or ``max``.
+    """
+    if group is None:
+        return tensor
+    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    if tensor.device.type == "cpu" and "cpu:" not in dist.get_backend_config(group):
+        moved = tensor.to(torch.device("cuda", torch.cuda.current_device()))
+        dist.all_reduce(moved, op=operation, group=group)
+        return tensor.copy_(moved)
+    dist.all_reduce(tensor, op=operation, group=group)
+    return tensor

@@ -1,0 +1,44 @@
+"""What a result depends on besides model and data: versions, machine, command."""
+
+import platform
+import shlex
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+_PACKAGES = ("ppl_eval", "torch", "torchtune", "torchao", "datasets", "tokenizers", "omegaconf")
+
+
+def versions() -> dict[str, str | None]:
+    """Python's version and those of the packages that matter."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu``, or the GPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def command(argv: Sequence[str], num_processes: int, local_num_processes: int) -> str:
+    """The ``tune run`` line that starts this run again.
+
+    Args:
+        argv: of a rank: its script or module, then ``--config NAME key=value``.
+        num_processes: of all nodes.
+        local_num_processes: of this node.
+    """
+    launcher = ["tune", "run"]
+    if num_processes > 1:
+        launcher += ["--nproc_per_node", str(local_num_processes)]
+    if num_processes > local_num_processes:
+        launcher += ["--nnodes", str(num_processes // local_num_processes)]
+    script = argv[0].replace("\\", "/")
+    recipe = "ppl_eval" if script.endswith(("ppl_eval", "ppl_eval/__main__.py")) else script
+    return shlex.join([*launcher, recipe.removesuffix(".py"), *argv[1:]])

@@ -1,0 +1,251 @@
+"""From the ledger to counts and metrics, and from these to results.json and documents.jsonl."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppl_eval.data.corpus import labels
+from ppl_eval.data.encode import EncodedCorpus
+from ppl_eval.data.protocol import Windows
+from ppl_eval.metrics.ledger import Ledger
+from ppl_eval.metrics.perplexity import exp_or_inf
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class DocumentTable:
+    """Results by document, in order; arrays are [documents].
+
+    Attributes:
+        labels: (the row's own id or None, domain or None).
+        num_scored: scored tokens (int64).
+        no_context: tokens that had nothing before them in their window (int64).
+        nll_nats_sum: sum of the NLL of the scored tokens (float64).
+        num_tokens: text tokens (int64).
+        num_bytes: UTF-8 bytes of the text (int64).
+        num_words: ``len(text.split())`` (int64).
+    """
+
+    labels: list[tuple[str | int | None, str | None]]
+    num_scored: np.ndarray
+    no_context: np.ndarray
+    nll_nats_sum: np.ndarray
+    num_tokens: np.ndarray
+    num_bytes: np.ndarray
+    num_words: np.ndarray
+
+    def rows(self) -> Iterable[dict[str, Any]]:
+        """The lines of documents.jsonl."""
+        for number, (row_id, domain) in enumerate(self.labels):
+            yield {
+                "document": number,
+                "id": row_id,
+                "domain": domain,
+                "scored_tokens": int(self.num_scored[number]),
+                "nll_nats_sum": float(self.nll_nats_sum[number]),
+                "bytes": int(self.num_bytes[number]),
+                "words": int(self.num_words[number]),
+            }
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a set of documents, and the metrics that follow from them.
+
+    Attributes:
+        num_documents: documents read, empty ones included.
+        num_documents_scored: those with at least one scored token.
+        num_empty: documents without any token.
+        num_tokens: tokens of the texts.
+        num_scored: scored tokens (an added EOS is one).
+        no_context: tokens never scored because nothing came before them in their window.
+        num_bytes: UTF-8 bytes of the texts, unscored tokens included.
+        num_words: ``len(text.split())`` of the texts.
+        nll_nats_sum: sum of the NLL of the scored tokens, added up without rounding.
+        document_mean_nll: mean over scored documents of each one's mean NLL.
+    """
+
+    num_documents: int
+    num_documents_scored: int
+    num_empty: int
+    num_tokens: int
+    num_scored: int
+    no_context: int
+    num_bytes: int
+    num_words: int
+    nll_nats_sum: float
+    document_mean_nll: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(NLL sum / scored tokens): token-weighted."""
+        return exp_or_inf(_ratio(self.nll_nats_sum, self.num_scored))
+
+    @property
+    def document_mean_perplexity(self) -> float:
+        """exp(mean over documents of their mean NLL): every document weighs the same."""
+        return exp_or_inf(self.document_mean_nll)
+
+    @property
+    def word_perplexity(self) -> float:
+        """exp(NLL sum / words)."""
+        return exp_or_inf(_ratio(self.nll_nats_sum, self.num_words))
+
+    @property
+    def byte_perplexity(self) -> float:
+        """exp(NLL sum / UTF-8 bytes)."""
+        return exp_or_inf(_ratio(self.nll_nats_sum, self.num_bytes))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """NLL sum in bits / UTF-8 bytes."""
+        return _ratio(self.nll_nats_sum, self.num_bytes) / math.log(2)
+
+    def counts(self) -> dict[str, Any]:
+        """The ``counts`` of results.json."""
+        return {
+            "documents": self.num_documents,
+            "documents_scored": self.num_documents_scored,
+            "tokens": self.num_tokens,
+            "scored_tokens": self.num_scored,
+            "not_scored": {
+                "no_context": self.no_context,
+                "truncated": 0,
+                "masked": 0,
+                "empty": self.num_empty,
+            },
+            "bytes": self.num_bytes,
+            "words": self.num_words,
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """The ``metrics`` of results.json: null where a value exceeds float64 or has no tokens."""
+        values = {
+            "token_perplexity": self.perplexity,
+            "document_mean_perplexity": self.document_mean_perplexity,
+            "word_perplexity": self.word_perplexity,
+            "byte_perplexity": self.byte_perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        return {
+            "nll_nats_sum": self.nll_nats_sum,
+            "nll_nats_per_token": self.nll_nats_sum / self.num_scored if self.num_scored else None,
+            **finite,
+            "overflow": any(math.isinf(v) for v in values.values()),
+        }
+
+
+def _ratio(numerator: float, count: int) -> float:
+    return numerator / count if count else math.nan
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals of the whole and by domain, and the table by document."""
+
+    total: Totals
+    domains: dict[str, Totals]
+    documents: DocumentTable
+
+
+def summarise(corpus: EncodedCorpus, windows: Windows, ledger: Ledger) -> Summary:
+    """Derive everything that is reported from an assembled ledger.
+
+    Window sums are added up in window order within a document, and without rounding over
+    documents, so that the result does not depend on who computed which window.
+    """
+    num_documents = len(corpus.num_tokens)
+    table = DocumentTable(
+        labels=labels(corpus.documents),
+        num_scored=_by_document(windows, ledger.num_scored.cpu().numpy(), num_documents),
+        no_context=windows.no_context,
+        nll_nats_sum=_by_document(windows, ledger.nll_nats_sum.cpu().numpy(), num_documents),
+        num_tokens=corpus.num_tokens,
+        num_bytes=corpus.num_bytes,
+        num_words=corpus.num_words,
+    )
+    everything = np.arange(num_documents)
+    by_domain: dict[str, list[int]] = {}
+    for number, (_, domain) in enumerate(table.labels):
+        if domain is not None:
+            by_domain.setdefault(domain, []).append(number)
+    return Summary(
+        total=_total(table, everything),
+        domains={name: _total(table, np.asarray(by_domain[name])) for name in sorted(by_domain)},
+        documents=table,
+    )
+
+
+def _by_document(windows: Windows, values: np.ndarray, num_documents: int) -> np.ndarray:
+    sums = np.zeros(num_documents, dtype=values.dtype)
+    np.add.at(sums, windows.document, values)
+    return sums
+
+
+def _total(table: DocumentTable, chosen: np.ndarray) -> Totals:
+    num_scored, nll = table.num_scored[chosen], table.nll_nats_sum[chosen]
+    scored = num_scored > 0
+    means = nll[scored] / num_scored[scored]
+    return Totals(
+        num_documents=len(chosen),
+        num_documents_scored=int(scored.sum()),
+        num_empty=int((table.num_tokens[chosen] == 0).sum()),
+        num_tokens=int(table.num_tokens[chosen].sum()),
+        num_scored=int(num_scored.sum()),
+        no_context=int(table.no_context[chosen].sum()),
+        num_bytes=int(table.num_bytes[chosen].sum()),
+        num_words=int(table.num_words[chosen].sum()),
+        nll_nats_sum=math.fsum(nll),
+        document_mean_nll=math.fsum(means) / len(means) if len(means) else math.nan,
+    )
+
+
+def results(summary: Summary, **more: Any) -> dict[str, Any]:
+    """The content of results.json.
+
+    Args:
+        summary: counts and metrics.
+        more: the sections that describe the run (command, protocol, performance, environment,
+            config, fingerprints).
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **more,
+        "counts": summary.total.counts(),
+        "metrics": summary.total.metrics(),
+        "domains": {
+            name: {"counts": part.counts(), "metrics": part.metrics()}
+            for name, part in summary.domains.items()
+        },
+    }
+
+
+def write_results(folder: Path, content: dict[str, Any], documents: DocumentTable) -> None:
+    """Write results.json and documents.jsonl into ``folder``, each whole and then renamed."""
+    lines = (json.dumps(row, allow_nan=False, ensure_ascii=False) for row in documents.rows())
+    _write_whole(folder / "documents.jsonl", (line + "\n" for line in lines))
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
+    _write_whole(folder / "results.json", [text, "\n"])
+
+
+def _write_whole(path: Path, parts: Iterable[str]) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(parts)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,87 @@
+"""Tables for the terminal."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLUMNS = (
+    ("documents", "counts", "documents"),
+    ("scored tokens", "counts", "scored_tokens"),
+    ("token ppl", "metrics", "token_perplexity"),
+    ("doc-mean ppl", "metrics", "document_mean_perplexity"),
+    ("word ppl", "metrics", "word_perplexity"),
+    ("byte ppl", "metrics", "byte_perplexity"),
+    ("bits/byte", "metrics", "bits_per_byte"),
+)
+"""Heading, section of results.json, key."""
+
+
+def result_rows(content: Mapping[str, Any], name: str) -> list[list[str]]:
+    """Rows of one results.json: the whole, then its domains."""
+    parts = [(name, content), *((f"  {d}", part) for d, part in content["domains"].items())]
+    return [[title, *(number(part[s][key]) for _, s, key in COLUMNS)] for title, part in parts]
+
+
+def result_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table of rows from :func:`result_rows`."""
+    return align([["", *(heading for heading, _, _ in COLUMNS)], *rows])
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as a table: the first column to the left, the others to the right.
+
+    The first row is the heading.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
+
+
+def number(value: float | int | None) -> str:
+    """A number as people read it: 1,234 or 24.7184 or 1.2345e+09; ``overflow`` for null."""
+    if value is None:
+        return "overflow"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value == 0 or not math.isfinite(value):
+        return str(value)
+    return f"{value:,.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4e}"
+
+
+def describe_run(content: Mapping[str, Any]) -> str:
+    """What was measured and how: the lines above the table."""
+    protocol, counts, environment = content["protocol"], content["counts"], content["environment"]
+    skipped = counts["not_scored"]
+    performance = content["performance"]
+    lines = [
+        ("protocol", describe_protocol(protocol)),
+        (
+            "scored",
+            f"{counts['scored_tokens']:,} tokens of {counts['documents']:,} documents; not scored:"
+            f" {skipped['no_context']:,} tokens without context, {skipped['truncated']:,} truncated,"
+            f" {skipped['masked']:,} masked, {skipped['empty']:,} empty documents",
+        ),
+        (
+            "mesh",
+            f"{environment['mesh']['description']} on {environment['num_processes']} x"
+            f" {environment['device']}, {environment['dtype']}"
+            f" (checkpoint {environment['checkpoint_dtype']})",
+        ),
+        ("speed", f"{performance['tokens_per_s']:,.0f} scored tokens/s"),
+    ]
+    return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def describe_protocol(protocol: Mapping[str, Any]) -> str:
+    """One line such as ``document: windows of 1,024 tokens, no overlap, no BOS, no EOS``."""
+    stride = protocol["stride"]
+    overlap = "no overlap" if stride is None else f"stride {stride:,}"
+    bos = "no BOS" if protocol["bos_id"] is None else "BOS first"
+    eos = "no EOS" if protocol["eos_id"] is None else "EOS scored"
+    return f"{protocol['name']}: windows of {protocol['max_seq_len']:,} tokens, {overlap}, {bos}, {eos}"
