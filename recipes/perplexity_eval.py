@@ -127,9 +127,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
 
         def on_step(progress: evaluation.Progress) -> None:
             if bar is not None:
-                bar.update(
-                    progress.step, progress.num_steps, progress.num_scored, progress.running
-                )
+                bar.update(progress.step, progress.num_steps, progress.num_scored, progress.running)
 
         with self.timer.phase("evaluate"):
             result = evaluation.run(

@@ -48,7 +48,9 @@ def load_model_state(checkpointer: Any) -> dict[str, Any]:
     except Exception as error:
         if type(error) is Exception or isinstance(error, OSError | ValueError | KeyError):
             reason = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
-            raise UserError(f"the checkpoint cannot be loaded: {' '.join(reason.split())}") from error
+            raise UserError(
+                f"the checkpoint cannot be loaded: {' '.join(reason.split())}"
+            ) from error
         raise
 
 

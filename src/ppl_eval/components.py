@@ -29,9 +29,13 @@ def find(path: str, key: str) -> Callable[..., Any]:
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            if error.name and (
+                module_name == error.name or module_name.startswith(f"{error.name}.")
+            ):
                 continue
-            raise UserError(f"{key}._component_ is {path}, but importing it fails: {error}") from error
+            raise UserError(
+                f"{key}._component_ is {path}, but importing it fails: {error}"
+            ) from error
         for part in parts[cut:]:
             if not hasattr(found, part):
                 close = difflib.get_close_matches(part, dir(found), n=1)
@@ -64,9 +68,9 @@ def check(node: Mapping[str, Any], key: str) -> None:
     for name in arguments:
         if name not in parameters and not open_ended:
             close = difflib.get_close_matches(name, list(parameters), n=1)
-            hint = f": did you mean {key}.{close[0]}?" if close else ""
+            hint = f"; did you mean {key}.{close[0]}?" if close else ""
             raise UserError(
-                f"unknown config key {key}.{name} ({node['_component_']} has no such argument){hint}"
+                f"unknown config key {key}.{name}: {node['_component_']} has no such argument{hint}"
             )
     try:
         signature.bind(**arguments)

@@ -111,7 +111,9 @@ def load(args: Sequence[str]) -> EvalConfig:
     Raises:
         UserError: whatever is wrong with the file, a key or a value.
     """
-    parser = _Parser(prog="tune run ppl_eval", usage="%(prog)s --config NAME_OR_PATH key=value ~key")
+    parser = _Parser(
+        prog="tune run ppl_eval", usage="%(prog)s --config NAME_OR_PATH key=value ~key"
+    )
     parser.add_argument("--config", required=True, metavar="NAME_OR_PATH")
     known, overrides = parser.parse_known_args(args)
     path = shipped.config_path(known.config)
@@ -155,10 +157,12 @@ def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             key += "._component_"
         try:
             parsed = OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"])
-            config = OmegaConf.merge(config, parsed)
+            merged = OmegaConf.merge(config, parsed)
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"override {text!r} cannot be read: {reason}") from error
+        assert isinstance(merged, DictConfig)
+        config = merged
     return config
 
 
@@ -233,7 +237,7 @@ def _suggest(dotted: str) -> str:
     if not close:
         by_leaf = {key.split(".")[-1]: key for key in keys}
         close = [by_leaf[k] for k in difflib.get_close_matches(leaf, list(by_leaf), n=1)]
-    return f": did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _check_values(config: EvalConfig) -> None:

@@ -153,7 +153,11 @@ def run(
                 numbers = plan.batch_of(step, batch_rank, num_batch_ranks)
                 batch = collate(numbers, windows, workload.corpus, workload.protocol).to(device)
                 nll_BT = score(
-                    model, batch.inputs_BT, batch.targets_BT, batch.scored_BT, fp32_logits=fp32_logits
+                    model,
+                    batch.inputs_BT,
+                    batch.targets_BT,
+                    batch.scored_BT,
+                    fp32_logits=fp32_logits,
                 )
                 ledger.write(batch.rows, nll_BT, batch.scored_BT)
                 running.update(nll_BT, batch.scored_BT)

@@ -11,10 +11,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from ppl_eval.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 logger = logging.getLogger("ppl_eval")
 
@@ -67,26 +69,29 @@ def guarded(main: Callable[[], None]) -> None:
         _leave(1)
 
 
-def _connect() -> dist.Store | None:
+def _connect() -> "Store | None":
     """The launcher's store, for ranks to agree before any process group exists."""
     if world_size_from_env() == 1:
         return None
-    store, _, _ = next(dist.rendezvous("env://"))
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://"))
     return store
 
 
-def _report(store: dist.Store | None, message: str) -> None:
+def _report(store: "Store | None", message: str) -> None:
     """Write ``message`` to stderr if this rank failed first, or at log level DEBUG."""
-    first = True
-    if store is not None:
-        try:
-            first = store.add(_FAILURES, 1) == 1
-        except dist.DistError:  # the store ended with the rank that hosted it: it has spoken
-            first = False
-    if first or logger.isEnabledFor(logging.DEBUG):
-        print(message.rstrip(), file=sys.stderr, flush=True)  # noqa: T201
     if store is None:
+        _show(message)
         return
+    import torch.distributed as dist
+
+    try:
+        first = store.add(_FAILURES, 1) == 1
+    except dist.DistError:  # the store ended with the rank that hosted it, which has spoken
+        first = False
+    if first or logger.isEnabledFor(logging.DEBUG):
+        _show(message)
     try:
         if first:
             store.set(_SHOWN, "1")
@@ -94,6 +99,10 @@ def _report(store: dist.Store | None, message: str) -> None:
             store.wait([_SHOWN], _WAIT_FOR_FIRST)
     except dist.DistError:
         pass
+
+
+def _show(message: str) -> None:
+    print(message.rstrip(), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _leave(code: int) -> None:

@@ -53,6 +53,7 @@ def collate(
         rows = torch.empty(0, dtype=torch.int64)
         return Batch(rows, nothing, nothing, torch.zeros((1, 1), dtype=torch.bool))
     lead = [] if protocol.bos_id is None else [protocol.bos_id]
+    eos = [] if protocol.eos_id is None else [protocol.eos_id]
     width = int(windows.num_tokens[numbers].max()) + len(lead) - 1
     inputs = np.zeros((len(numbers), width), dtype=np.int64)
     targets = np.zeros_like(inputs)
@@ -62,8 +63,8 @@ def collate(
         document, start = int(windows.document[number]), int(windows.start[number])
         stop = start + int(windows.num_tokens[number])
         text = ids[document][start:stop]
-        tail = [] if stop <= len(ids[document]) else [protocol.eos_id]
-        tokens = np.concatenate([lead, text, tail]).astype(np.int64)
+        tail = eos if stop > len(ids[document]) else []
+        tokens = np.asarray([*lead, *text, *tail], dtype=np.int64)
         length = len(tokens) - 1
         inputs[row, :length] = tokens[:-1]
         targets[row, :length] = tokens[1:]

@@ -2,6 +2,8 @@
 
 import glob
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -67,7 +69,9 @@ class Corpus(Sequence[Document]):
         nothing = [None] * len(self)
         ids = list(self._table[self._id]) if self._id else nothing
         domains = list(self._table[self._domain]) if self._domain else nothing
-        return [(_row_id(i), None if d is None else str(d)) for i, d in zip(ids, domains, strict=True)]
+        return [
+            (_row_id(i), None if d is None else str(d)) for i, d in zip(ids, domains, strict=True)
+        ]
 
     @overload
     def __getitem__(self, index: int) -> Document: ...
@@ -133,7 +137,8 @@ def text_corpus(
         data_files: files or glob patterns, read in the order given.
         split: which split; None takes the only one there is.
         column: holds the text.
-        domain_column: holds each row's domain, for results by domain.
+        domain_column: holds each row's domain, for results by domain; None takes a column named
+            ``domain`` if there is one.
         name: the data set's configuration, such as ``wikitext-2-raw-v1``.
         revision: the data set's commit, tag or branch.
         unit: of a .txt file: each ``line`` is a document, or the whole ``file``.
@@ -142,6 +147,7 @@ def text_corpus(
         UserError: no such file, split or column; a file that is not UTF-8 or not JSON; no rows.
     """
     import datasets
+    from datasets.exceptions import DatasetsError
 
     if unit not in ("line", "file"):
         raise UserError(f"dataset.unit is {unit!r}, but it is line or file")
@@ -151,17 +157,22 @@ def text_corpus(
     if files:
         options["data_files"] = files
     if loader == "text":
-        options |= {"encoding": "utf-8-sig", "sample_by": {"line": "line", "file": "document"}[unit]}
+        options |= {
+            "encoding": "utf-8-sig",
+            "sample_by": {"line": "line", "file": "document"}[unit],
+        }
     elif loader == "csv":  # a CSV field is text as it stands, also when it reads NA or 12
         options |= {"encoding": "utf-8-sig", "na_filter": False, "converters": {column: str}}
         if files[0].removesuffix(".gz").endswith(".tsv"):
             options["sep"] = "\t"
     origin = ", ".join(files) if files else str(source)
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(loader or source or "", **options)
     except StopIteration as error:
         raise UserError(f"{origin} is empty: there is nothing to measure") from error
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError) as error:
         raise UserError(_explain(error, origin, files, loader)) from error
     table = _only_split(loaded, origin)
     for key, wanted in (("column", column), ("domain_column", domain_column)):
@@ -173,6 +184,8 @@ def text_corpus(
     if len(table) == 0:
         raise UserError(f"{origin} has no rows: there is nothing to measure")
     id_column = "id" if "id" in table.column_names else None
+    if domain_column is None and "domain" in table.column_names:
+        domain_column = "domain"
     return Corpus(table, column, domain_column, id_column, origin)
 
 
@@ -209,9 +222,7 @@ def _as_document(number: int, row: Any) -> Document:
     )
 
 
-def _locate(
-    source: str | None, data_files: str | list[str] | None
-) -> tuple[str | None, list[str]]:
+def _locate(source: str | None, data_files: str | list[str] | None) -> tuple[str | None, list[str]]:
     """(source or None if the suffix decides, local or remote files)."""
     patterns = [data_files] if isinstance(data_files, str) else list(data_files or [])
     if source is not None and source not in _LOADER_NAMES and not patterns:

@@ -104,7 +104,9 @@ class DocumentProtocol:
         beyond_first = np.maximum(length - self.window_tokens, 0)
         num_windows = np.where(length > 0, 1 + -(-beyond_first // self.advance), 0)
         document = np.repeat(np.arange(len(length)), num_windows)
-        nth = np.arange(len(document)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+        nth = np.arange(len(document)) - np.repeat(
+            np.cumsum(num_windows) - num_windows, num_windows
+        )
         start = nth * self.advance
         end = np.minimum(start + self.window_tokens, length[document])
         scored_before = np.where(nth > 0, start - self.advance + self.window_tokens, 0)

@@ -178,12 +178,15 @@ def wants_bos(tokenizer: TextTokenizer) -> bool:
 def fingerprint(tokenizer: TextTokenizer) -> str:
     """Hash that tells tokenizers apart: exact for :class:`HFTokenizer`.
 
-    For others, hash of the ids of a probe with every ASCII character and some words of many scripts.
+    For others, hash of the ids of a probe: all of ASCII and characters of several scripts.
     """
     known = getattr(tokenizer, "fingerprint", None)
     if isinstance(known, str):
         return known
-    probe = "".join(map(chr, range(32, 127))) + " The quick brown fox \u00e9\u00df \u4e2d\u6587 \u0416 \U0001f600\n\t 12345"
+    probe = (
+        "".join(map(chr, range(32, 127)))
+        + " The quick brown fox \u00e9\u00df \u4e2d\u6587 \u0416 \U0001f600\n\t 12345"
+    )
     ids = [tokenizer.bos_id, tokenizer.eos_id, *tokenizer.encode(probe, False, False)]
     return hashlib.sha256(json.dumps([type(tokenizer).__name__, ids]).encode()).hexdigest()[:16]
 
@@ -195,7 +198,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001  (tokenizers raises nothing more specific)
+    except Exception as error:  # tokenizers raises nothing more specific
         raise UserError(f"{path} is not a readable tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

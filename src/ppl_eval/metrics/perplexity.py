@@ -31,9 +31,7 @@ class Perplexity:
         self.nll_nats_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=device)
 
-    def update(
-        self, nll_sum: float | torch.Tensor, num_tokens: int | torch.Tensor
-    ) -> "Perplexity":
+    def update(self, nll_sum: float | torch.Tensor, num_tokens: int | torch.Tensor) -> "Perplexity":
         """Add a sum of NLL in nats over ``num_tokens`` tokens.
 
         Args:
@@ -112,7 +110,7 @@ class Perplexity:
         return float(self.nll_nats_sum) / count if count else math.nan
 
     def compute(self) -> float:
-        """The perplexity; inf when it exceeds float64 (a mean NLL above 709), nan before any token."""
+        """The perplexity: inf above float64's range (a mean NLL of 709), nan before any token."""
         return exp_or_inf(self.mean_nll())
 
     def reset(self) -> "Perplexity":

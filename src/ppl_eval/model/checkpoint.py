@@ -4,7 +4,7 @@ import hashlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ppl_eval import compat, components
 from ppl_eval.errors import UserError
-from ppl_eval.model.folder import fingerprint_files, find_weight_files
+from ppl_eval.model.folder import find_weight_files, fingerprint_files
 
 _LISTED = 5
 
@@ -100,9 +100,7 @@ def load_into(model: nn.Module, state: dict[str, torch.Tensor], device: torch.de
         full = full.to(device=device, dtype=slot.dtype)
         if isinstance(slot, DTensor):
             # every rank has the full tensor, so it takes its shard without communication
-            shard = distribute_tensor(
-                full, slot.device_mesh, slot.placements, src_data_rank=None
-            )
+            shard = distribute_tensor(full, slot.device_mesh, slot.placements, src_data_rank=None)
         else:
             shard = full.contiguous()
         shards[name] = nn.Parameter(shard, requires_grad=False)
@@ -138,17 +136,18 @@ def _check_same(slots: Mapping[str, torch.Tensor], state: Mapping[str, torch.Ten
         for name in slots
         if name in state and state[name].shape != slots[name].shape
     ]
-    problems = [
-        f"{len(names)} {what}: {'; '.join(names[:_LISTED])}{'; ...' if len(names) > _LISTED else ''}"
-        for what, names in (
-            ("missing from the checkpoint", missing),
-            ("unknown to the model", extra),
-            ("of another shape", shapes),
-        )
-        if names
-    ]
+    found = (
+        ("missing from the checkpoint", missing),
+        ("unknown to the model", extra),
+        ("of another shape", shapes),
+    )
+    problems = [f"{len(names)} {what}: {_some(names)}" for what, names in found if names]
     if problems:
         raise UserError(
             f"checkpoint and model do not match: {' | '.join(problems)}: check the model section"
             " against the checkpoint's config.json"
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return "; ".join(names[:_LISTED]) + ("; ..." if len(names) > _LISTED else "")

@@ -42,7 +42,9 @@ def find_weight_files(folder: str | Path) -> list[str]:
 
 def _files_of_index(folder: Path, index: str) -> list[str]:
     try:
-        names = sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(
+            set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+        )
     except (ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{folder / index} is not a readable index of weights: {error}") from error
     absent = [name for name in names if not (folder / name).is_file()]

@@ -19,5 +19,7 @@ def make_output_dir(name: str) -> Path:
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"output_dir is {name}, but nothing can be written there: {reason}") from error
+        raise UserError(
+            f"output_dir is {name}, but nothing can be written there: {reason}"
+        ) from error
     return folder

@@ -16,10 +16,20 @@ COLUMNS = (
 """Heading, section of results.json, key."""
 
 
-def result_rows(content: Mapping[str, Any], name: str) -> list[list[str]]:
-    """Rows of one results.json: the whole, then its domains."""
-    parts = [(name, content), *((f"  {d}", part) for d, part in content["domains"].items())]
-    return [[title, *(number(part[s][key]) for _, s, key in COLUMNS)] for title, part in parts]
+_MOST_DOMAINS = 20
+
+
+def result_rows(
+    content: Mapping[str, Any], name: str, *, with_domains: bool = True
+) -> list[list[str]]:
+    """Rows of one results.json: the whole, then (at most 20 of) its domains."""
+    domains = list(content["domains"].items()) if with_domains else []
+    parts = [(name, content), *((f"  {d}", part) for d, part in domains[:_MOST_DOMAINS])]
+    rows = [[title, *(number(part[s][key]) for _, s, key in COLUMNS)] for title, part in parts]
+    if len(domains) > _MOST_DOMAINS:
+        more = f"  ... {len(domains) - _MOST_DOMAINS} more domains"
+        rows.append([more, *("" for _ in COLUMNS)])
+    return rows
 
 
 def result_table(rows: Sequence[Sequence[str]]) -> str:
@@ -64,8 +74,8 @@ def describe_run(content: Mapping[str, Any]) -> str:
         (
             "scored",
             f"{counts['scored_tokens']:,} tokens of {counts['documents']:,} documents; not scored:"
-            f" {skipped['no_context']:,} tokens without context, {skipped['truncated']:,} truncated,"
-            f" {skipped['masked']:,} masked, {skipped['empty']:,} empty documents",
+            f" {skipped['no_context']:,} tokens without context, {skipped['truncated']:,}"
+            f" truncated, {skipped['masked']:,} masked, {skipped['empty']:,} empty documents",
         ),
         (
             "mesh",
@@ -84,4 +94,5 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
     overlap = "no overlap" if stride is None else f"stride {stride:,}"
     bos = "no BOS" if protocol["bos_id"] is None else "BOS first"
     eos = "no EOS" if protocol["eos_id"] is None else "EOS scored"
-    return f"{protocol['name']}: windows of {protocol['max_seq_len']:,} tokens, {overlap}, {bos}, {eos}"
+    window = f"windows of {protocol['max_seq_len']:,} tokens"
+    return f"{protocol['name']}: {window}, {overlap}, {bos}, {eos}"

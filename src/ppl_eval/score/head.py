@@ -46,7 +46,7 @@ def score(
         NLL in nats [B, T] (fp32, or fp64 of an fp64 model), 0 where nothing is scored.
     """
     targets_N = targets_BT[scored_BT]
-    decoder = getattr(model, "module", model)  # DistributedDataParallel wraps it
+    decoder: Any = getattr(model, "module", model)  # DistributedDataParallel wraps it
 
     def from_hidden(hidden_BTD: torch.Tensor) -> torch.Tensor:
         hidden_ND = decoder.norm(hidden_BTD[scored_BT])

@@ -1,0 +1,40 @@
+# Every target sets itself up: it needs Python 3.10 or newer and make, nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# torchao 0.15 says on import that it skips its C++ extensions with a torch newer than 2.9
+export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
+
+.PHONY: eval test check install dev clean
+
+eval: install  ## measure the embedded student and its teacher on two processes
+	$(BIN)/tune run --nproc_per_node 2 ppl_eval --config tiny_teacher_ppl_eval
+	$(BIN)/tune run --nproc_per_node 2 ppl_eval --config tiny_ppl_eval
+	@echo
+	@$(BIN)/ppl-eval compare out/tiny_teacher_ppl_eval out/tiny_ppl_eval
+
+test: dev  ## all tests
+	$(BIN)/python -m pytest
+
+check: dev  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+install: $(VENV)/.installed
+dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) out build dist

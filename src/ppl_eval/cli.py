@@ -1,0 +1,86 @@
+"""``ppl-eval``: what goes on around a run. The run itself is ``tune run ppl_eval``."""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppl_eval import launch, shipped
+from ppl_eval.errors import UserError
+
+
+def main() -> None:
+    """Entry point of the ``ppl-eval`` command."""
+    args = _parser().parse_args()
+    launch.guarded(lambda: args.run(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ppl-eval", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    ls = commands.add_parser("ls", help="list the shipped recipes and configs")
+    ls.set_defaults(run=lambda args: _ls())
+
+    cp = commands.add_parser("cp", help="copy a shipped recipe or config to edit it")
+    cp.add_argument("name", help="as `ppl-eval ls` shows it")
+    cp.add_argument("destination", type=Path, help="file or existing folder")
+    cp.add_argument("-n", "--no-clobber", action="store_true", help="keep a file that is there")
+    cp.add_argument("--make-parents", action="store_true", help="create missing folders")
+    cp.set_defaults(
+        run=lambda args: _cp(
+            args.name, args.destination, keep=args.no_clobber, make_parents=args.make_parents
+        )
+    )
+
+    where = commands.add_parser("where", help="print the folder of an embedded model or text")
+    where.add_argument("name", help=f"one of {', '.join(shipped.EMBEDDED)}")
+    where.set_defaults(run=lambda args: print(shipped.embedded_path(args.name)))
+
+    compare = commands.add_parser("compare", help="show several runs as one table")
+    compare.add_argument("results", nargs="+", type=Path, help="output folders or results.json")
+    compare.add_argument("--domains", action="store_true", help="with a row for each domain")
+    compare.set_defaults(run=lambda args: _compare(args.results, with_domains=args.domains))
+    return parser
+
+
+def _ls() -> None:
+    print(f"{'RECIPE':<24}CONFIG")
+    names = shipped.config_names()
+    for recipe in shipped.RECIPES:
+        for number, name in enumerate(names):
+            print(f"{recipe if number == 0 else '':<24}{name}")
+
+
+def _cp(name: str, destination: Path, *, keep: bool, make_parents: bool) -> None:
+    if name in shipped.RECIPES:
+        source, suffix = shipped.recipe_path(name), ".py"
+    elif name in shipped.config_names():
+        source, suffix = shipped.config_path(name), ".yaml"
+    else:
+        raise UserError(f"{name!r} is no shipped recipe or config: `ppl-eval ls` lists them")
+    if destination.is_dir():
+        destination = destination / (f"{name}.py" if suffix == ".py" else source.name)
+    elif destination.suffix != suffix:
+        destination = destination.with_name(destination.name + suffix)
+    if keep and destination.exists():
+        print(f"{destination} is there already and was left as it is")
+        return
+    if make_parents:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copyfile(source, destination)
+    except OSError as error:
+        hint = "" if destination.parent.is_dir() else "; --make-parents creates the folder"
+        raise UserError(f"cannot write {destination}: {error.strerror}{hint}") from error
+    print(f"copied to {destination}")
+
+
+def _compare(paths: Sequence[Path], *, with_domains: bool) -> None:
+    from ppl_eval.report.compare import compare
+
+    print(compare(paths, with_domains=with_domains))
+
+
+if __name__ == "__main__":
+    main()
