@@ -45,11 +45,16 @@ class Corpus(Sequence[Document]):
         column: holds the text.
         domain_column: holds the domain's name, or None.
         id_column: holds the row's own id, or None.
-        origin: where the rows come from, for errors.
+        origin: where the rows come from.
     """
 
     def __init__(
-        self, table: Any, column: str, domain_column: str | None, id_column: str | None, origin: str
+        self,
+        table: Any,
+        column: str,
+        domain_column: str | None,
+        id_column: str | None,
+        origin: "_Origin",
     ) -> None:
         wanted = [c for c in (column, domain_column, id_column) if c is not None]
         self._table = table.select_columns(list(dict.fromkeys(wanted)))
@@ -81,7 +86,10 @@ class Corpus(Sequence[Document]):
         if isinstance(index, int):
             return self[index : index + 1][0]
         numbers = range(len(self))[index]
-        columns = self._table[index]
+        try:
+            columns = self._table[index]
+        except UnicodeDecodeError as error:  # Arrow does not check what JSON strings hold
+            raise UserError(self._origin.explain(error)) from error
         nothing = [None] * len(numbers)
         ids = columns[self._id] if self._id else nothing
         domains = columns[self._domain] if self._domain else nothing
@@ -101,7 +109,7 @@ class Corpus(Sequence[Document]):
             return text
         found = "null" if text is None else f"{type(text).__name__} {text!r:.60}"
         raise UserError(
-            f"{self._origin}, row {number} (the first is 0): column {self._column!r} holds {found},"
+            f"{self._origin.name}, row {number} (the first is 0): column {self._column!r} holds {found},"
             " but every row needs a text: mend or drop the row"
         )
 
@@ -165,24 +173,24 @@ def text_corpus(
         options |= {"encoding": "utf-8-sig", "na_filter": False, "converters": {column: str}}
         if files[0].removesuffix(".gz").endswith(".tsv"):
             options["sep"] = "\t"
-    origin = ", ".join(files) if files else str(source)
+    origin = _Origin(", ".join(files) if files else str(source), files, loader)
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(loader or source or "", **options)
     except StopIteration as error:
-        raise UserError(f"{origin} is empty: there is nothing to measure") from error
+        raise UserError(f"{origin.name} is empty: there is nothing to measure") from error
     except (DatasetsError, OSError, ValueError) as error:
-        raise UserError(_explain(error, origin, files, loader)) from error
-    table = _only_split(loaded, origin)
+        raise UserError(origin.explain(error)) from error
+    table = _only_split(loaded, origin.name)
     for key, wanted in (("column", column), ("domain_column", domain_column)):
         if wanted is not None and wanted not in table.column_names:
             raise UserError(
-                f"dataset.{key} is {wanted!r}, but {origin} has the columns"
+                f"dataset.{key} is {wanted!r}, but {origin.name} has the columns"
                 f" {', '.join(table.column_names)}"
             )
     if len(table) == 0:
-        raise UserError(f"{origin} has no rows: there is nothing to measure")
+        raise UserError(f"{origin.name} has no rows: there is nothing to measure")
     id_column = "id" if "id" in table.column_names else None
     if domain_column is None and "domain" in table.column_names:
         domain_column = "domain"
@@ -268,18 +276,33 @@ def _only_split(loaded: Any, origin: str) -> Any:
     return next(iter(loaded.values()))
 
 
-def _explain(error: Exception, origin: str, files: list[str], loader: str | None) -> str:
-    """One sentence for a data set that would not load, with the line of the file if it has one."""
-    for file in files:
-        if "://" not in file and Path(file).suffix not in _COMPRESSED:
+@dataclass(frozen=True)
+class _Origin:
+    """Where a corpus comes from, to say what is wrong with it.
+
+    Attributes:
+        name: as an error calls it.
+        files: its local or remote files, if any.
+        loader: what reads them, or None for a data set of the hub.
+    """
+
+    name: str
+    files: list[str]
+    loader: str | None
+
+    def explain(self, error: Exception) -> str:
+        """One sentence for a data set that cannot be read, with file and line where there is one."""
+        for file in self.files:
+            if "://" in file or Path(file).suffix in _COMPRESSED:
+                continue
             if Path(file).stat().st_size == 0:
                 return f"{file} is empty: there is nothing to measure"
-            if loader in ("text", "json", "csv"):
-                fault = _first_bad_line(file, is_json=loader == "json")
+            if self.loader in ("text", "json", "csv"):
+                fault = _first_bad_line(file, is_json=self.loader == "json")
                 if fault:
                     return fault
-    reason = error if error.__cause__ is None else error.__cause__
-    return f"{origin} cannot be read as a data set: {' '.join(str(reason).split())}"
+        reason = error if error.__cause__ is None else error.__cause__
+        return f"{self.name} cannot be read as a data set: {' '.join(str(reason).split())}"
 
 
 def _first_bad_line(file: str, *, is_json: bool) -> str | None:

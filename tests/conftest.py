@@ -1,0 +1,49 @@
+"""Fixtures: the embedded pair, and real models and corpora when their folders are given."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ppl_eval.shipped import embedded_path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+
+
+def _from_env(variable: str, name: str) -> Path:
+    folder = os.environ.get(variable)
+    if not folder:
+        pytest.skip(f"{variable} is not set: it names the folder with {name}")
+    path = Path(folder) / name
+    if not path.exists():
+        pytest.skip(f"{variable} has no {name}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_model():
+    """Name -> folder of a real checkpoint, or a skip that says what is missing."""
+    return lambda name: _from_env("PPL_EVAL_TEST_MODELS", name)
+
+
+@pytest.fixture(scope="session")
+def real_corpus():
+    """Name -> file of a real corpus, or a skip that says what is missing."""
+    return lambda name: _from_env("PPL_EVAL_TEST_CORPORA", name)
+
+
+@pytest.fixture(scope="session")
+def held_out() -> Path:
+    """The embedded text."""
+    return embedded_path("tiny_text") / "heldout.jsonl"
+
+
+@pytest.fixture
+def hf_cache(tmp_path, monkeypatch) -> Path:
+    """A cache of data sets that is this test's alone."""
+    import datasets
+
+    cache = tmp_path / "hf"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    return cache

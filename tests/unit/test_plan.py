@@ -1,0 +1,72 @@
+"""The plan: nothing lost, nothing repeated, equal steps, the same batches for any number of ranks."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppl_eval.data.plan import make_plan
+from ppl_eval.data.protocol import DocumentProtocol
+
+lengths = st.lists(st.integers(0, 120), min_size=1, max_size=40)
+
+
+def plan_of(lengths, max_tokens_per_batch, bos_id=1):
+    windows = DocumentProtocol(33, None, bos_id).windows(np.asarray(lengths))
+    has_bos = bos_id is not None
+    plan = make_plan(windows, has_bos=has_bos, max_tokens_per_batch=max_tokens_per_batch)
+    return windows, plan
+
+
+@given(lengths, st.integers(1, 200), st.integers(1, 9))
+def test_every_window_runs_once_whatever_the_number_of_ranks(lengths, budget, num_ranks):
+    windows, plan = plan_of(lengths, budget)
+    steps = plan.num_steps(num_ranks)
+    runs = [plan.batch_of(s, r, num_ranks) for r in range(num_ranks) for s in range(steps)]
+    assert len(runs) == steps * num_ranks
+    seen = np.concatenate([b for b in runs if b is not None] or [np.empty(0, int)])
+    assert sorted(seen.tolist()) == list(range(len(windows)))
+    idle = [b is None for b in runs]
+    assert sum(idle) < num_ranks
+    if steps:  # a rank without a batch has none in the last step only
+        before_last = [
+            plan.batch_of(s, r, num_ranks) for r in range(num_ranks) for s in range(steps - 1)
+        ]
+        assert all(b is not None for b in before_last)
+
+
+@given(lengths, st.integers(1, 200), st.sampled_from([None, 1]))
+def test_batches_keep_to_the_budget_unless_one_window_exceeds_it(lengths, budget, bos_id):
+    windows, plan = plan_of(lengths, budget, bos_id)
+    inputs = windows.num_tokens + (bos_id is not None) - 1
+    for batch, positions in zip(plan.batches, plan.num_positions, strict=True):
+        assert positions == len(batch) * inputs[batch].max()
+        assert positions <= budget or len(batch) == 1
+
+
+@given(lengths, st.integers(1, 200))
+def test_longest_first_and_neighbours_in_length_together(lengths, budget):
+    windows, plan = plan_of(lengths, budget)
+    order = [int(windows.num_tokens[n]) for batch in plan.batches for n in batch]
+    assert order == sorted(order, reverse=True)
+
+
+def test_ranks_have_nearly_the_same_work():
+    rng = np.random.default_rng(0)
+    windows, plan = plan_of(rng.integers(1, 400, 300), 256)
+    loads = [
+        sum(
+            int(windows.num_tokens[batch].sum())
+            for step in range(plan.num_steps(4))
+            if (batch := plan.batch_of(step, rank, 4)) is not None
+        )
+        for rank in range(4)
+    ]
+    assert max(loads) - min(loads) <= 2 * 256
+
+
+def test_the_fingerprint_follows_windows_and_batches():
+    lengths = [5, 40, 7]
+    same = {plan_of(lengths, 64)[1].fingerprint for _ in range(2)}
+    assert len(same) == 1
+    others = {plan_of(lengths, 32)[1].fingerprint, plan_of([5, 40, 8], 64)[1].fingerprint}
+    assert not same & others
