@@ -21,6 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from ppl_eval import components, launch, shipped
 from ppl_eval.errors import UserError
 
+_DEFAULT_LOGGER = {
+    "_component_": "torchtune.training.metric_logging.DiskLogger",
+    "log_dir": "${output_dir}/logs",
+}
+
 COMPONENTS = ("tokenizer", "model", "checkpointer", "dataset", "metric_logger")
 """Keys whose value is a torchtune-style component: ``_component_`` and its arguments."""
 
@@ -73,12 +78,7 @@ class EvalConfig:
     dtype: str = "fp32"
     logits_dtype: str = "fp32"
     seed: int = 1234
-    metric_logger: dict[str, Any] = field(
-        default_factory=lambda: {
-            "_component_": "torchtune.training.metric_logging.DiskLogger",
-            "log_dir": "${output_dir}/logs",
-        }
-    )
+    metric_logger: dict[str, Any] = field(default_factory=dict)
     log_every_n_steps: int = 10
     log_peak_memory_stats: bool = True
     log_level: str = "INFO"
@@ -184,6 +184,8 @@ def to_config(content: DictConfig) -> EvalConfig:
             not exist or does not take an argument.
     """
     _check_keys(content, EvalConfig)
+    if not content.get("metric_logger"):
+        content = OmegaConf.merge(content, {"metric_logger": _DEFAULT_LOGGER})
     _register_resolver()
     try:
         merged = OmegaConf.merge(OmegaConf.structured(EvalConfig), content)
@@ -255,7 +257,7 @@ def _check_values(config: EvalConfig) -> None:
                 f"parallel.{name} is {getattr(config.parallel, name)}, but only dp_replicate and"
                 f" dp_shard are built so far: set parallel.{name}=1"
             )
-    one_of("dtype", config.dtype, ("fp32", "bf16", "fp16", "fp64"))
+    one_of("dtype", config.dtype, ("fp32", "bf16", "fp16"))
     one_of("logits_dtype", config.logits_dtype, ("fp32", "model"))
     one_of("process_group.backend", config.process_group.backend, ("auto", "gloo", "nccl"))
     one_of("log_level", config.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))

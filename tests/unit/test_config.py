@@ -21,7 +21,7 @@ def yaml(tmp_path):
 def test_the_shipped_default_is_typed_and_resolved():
     config = load(TINY)
     assert isinstance(config, EvalConfig)
-    assert config.protocol.max_seq_len == 512
+    assert config.protocol.max_seq_len == 256
     assert config.tokenizer["path"] == config.checkpointer["checkpoint_dir"]
     assert config.metric_logger["log_dir"] == "./out/tiny_ppl_eval/logs"
     assert config.checkpointer["checkpoint_files"] is None
@@ -75,7 +75,7 @@ mistakes = {
     "log_every_n_steps=0": "log_every_n_steps is 0",
     "process_group.timeout_s=0": "timeout_s is 0",
     "process_group.backend=mpi": "backend is 'mpi', but it is one of auto, gloo, nccl",
-    "dtype=float32": "dtype is 'float32', but it is one of fp32, bf16, fp16, fp64",
+    "dtype=float32": "dtype is 'float32', but it is one of fp32, bf16, fp16",
     "logits_dtype=bf16": "logits_dtype is 'bf16', but it is one of fp32, model",
     "log_level=LOUD": "log_level is 'LOUD'",
     "parallel.cp=2": "parallel.cp is 2, but only dp_replicate and dp_shard are built",

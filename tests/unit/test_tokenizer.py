@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ppl_eval import UserError
 from ppl_eval.data import hf_tokenizer
@@ -20,6 +20,7 @@ def folder(tmp_path):
         vocab = {token: n for n, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
         if adds_bos:
             tokenizer.post_processor = processors.TemplateProcessing(

@@ -31,11 +31,10 @@ logger = logging.getLogger("ppl_eval.embedded")
 
 _BOS, _EOS, _PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _VOCAB_SIZE = 509
-_MAX_SEQ_LEN = 512
+_MAX_SEQ_LEN = 256
 _ROPE_BASE = 10_000
 _NORM_EPS = 1e-5
 _HELD_OUT_DOCUMENTS = 120
-_WINDOW = 256
 _ROWS = 32
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -96,8 +95,9 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def build(name: str) -> TransformerDecoder:
-    """The teacher's or the student's architecture, with fresh weights."""
-    return llama3_2(
+    """The teacher's or the student's architecture, with the same fresh weights every time."""
+    torch.manual_seed(0)
+    model = llama3_2(
         vocab_size=_VOCAB_SIZE,
         num_heads=_NUM_HEADS,
         num_kv_heads=_NUM_KV_HEADS,
@@ -107,6 +107,9 @@ def build(name: str) -> TransformerDecoder:
         scale_factor=1,
         **_SHAPES[name],
     )
+    if _SHAPES[name]["tie_word_embeddings"]:  # torch's embedding is too large for a head
+        torch.nn.init.normal_(model.tok_embeddings.weight, std=_SHAPES[name]["embed_dim"] ** -0.5)
+    return model
 
 
 def batches(tokenizer: HFTokenizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,9 +122,9 @@ def batches(tokenizer: HFTokenizer) -> Iterator[tuple[torch.Tensor, torch.Tensor
         rows = []
         while len(rows) < _ROWS:
             ids = tokenizer.encode(next(stream)["text"], add_bos=False, add_eos=True)
-            for start in range(0, len(ids), _WINDOW):
-                rows.append([tokenizer.bos_id, *ids[start : start + _WINDOW]])
-        inputs = torch.zeros(len(rows), _WINDOW, dtype=torch.int64)
+            for start in range(0, len(ids), _MAX_SEQ_LEN):
+                rows.append([tokenizer.bos_id, *ids[start : start + _MAX_SEQ_LEN]])
+        inputs = torch.zeros(len(rows), _MAX_SEQ_LEN, dtype=torch.int64)
         labels = torch.full_like(inputs, -100)
         for number, row in enumerate(rows):
             inputs[number, : len(row) - 1] = torch.tensor(row[:-1])
@@ -234,7 +237,6 @@ def main() -> None:
     parser.add_argument("--student-steps", type=int, default=1200)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.manual_seed(0)
 
     for name in _SHAPES:
         make_tokenizer(args.dest / name)

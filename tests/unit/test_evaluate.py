@@ -1,0 +1,272 @@
+"""evaluate: against closed forms and a plain float64 loop, on one process."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers import BigramTable, ByteTokenizer, WordTokenizer, chunks, oracle, sharp_llama
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ppl_eval
+from ppl_eval import UserError, evaluate
+from ppl_eval.data import hf_tokenizer
+from ppl_eval.evaluation import Progress
+
+
+def words(ids):
+    return " ".join(map(str, ids))
+
+
+@pytest.fixture(scope="module")
+def bytes_model():
+    return sharp_llama(259)
+
+
+TEXTS = ["ab", "abc", "hello", "a" * 9, "the quick brown f", "x y z " * 5 + "abc", "lorem " * 10]
+
+
+def test_a_bigram_table_gives_exactly_two():
+    """G7: from every token two followers with probability 1/2 each."""
+    log_probs = torch.full((4, 4), -torch.inf)
+    for token in range(4):
+        log_probs[token, [(token + 1) % 4, (token + 2) % 4]] = math.log(0.5)
+    documents = [words([0, 1, 2, 0, 2, 3, 1]), words([3, 0]), words([1, 3, 0, 1, 2, 3, 0] * 20)]
+    result = evaluate(BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=16)
+    assert result.perplexity == pytest.approx(2.0, rel=1e-6)
+    assert result.summary.total.document_mean_perplexity == pytest.approx(2.0, rel=1e-6)
+
+
+def test_uniform_and_certain_models():
+    uniform = evaluate(BigramTable(torch.zeros(7, 7)), WordTokenizer(), [words([1, 2, 6, 0])])
+    assert uniform.perplexity == pytest.approx(7)
+    certain = torch.full((7, 7), -1e9).scatter(1, torch.arange(1, 8).remainder(7)[:, None], 0.0)
+    result = evaluate(BigramTable(certain), WordTokenizer(), [words([3, 4, 5, 6, 0, 1])])
+    assert result.perplexity == 1.0
+
+
+def test_an_untrained_window_is_compared_with_the_loop(bytes_model):
+    """A1, F6: 7 documents of several lengths, any batch size: one count and one NLL."""
+    tokenizer = ByteTokenizer()
+    ids = [tokenizer.encode(text, False, False) for text in TEXTS]
+    expected = oracle(bytes_model, [w for i in ids for w in chunks(i, 32, bos_id=1)])
+    assert expected[0] == sum(map(len, ids))
+    for budget in (1, 40, 100, 10_000):
+        result = evaluate(
+            bytes_model, tokenizer, TEXTS, max_seq_len=32, max_tokens_per_batch=budget
+        )
+        assert result.summary.total.num_scored == expected[0]
+        assert result.summary.total.nll_nats_sum == pytest.approx(expected[1], rel=1e-6)
+
+
+def test_122_predictions_of_seven_documents_without_bos(bytes_model):
+    """A1: lengths 2, 3, 5, 9, 17, 33, 60 make 122 predictions."""
+    texts = ["x" * n for n in (2, 3, 5, 9, 17, 33, 60)]
+    tokenizer = ByteTokenizer(bos_id=None)
+    nll = set()
+    for budget in (1, 128, 60 * 7):
+        result = evaluate(bytes_model, tokenizer, texts, max_seq_len=64, max_tokens_per_batch=budget)
+        total = result.summary.total
+        assert (total.num_scored, total.no_context) == (122, 7)
+        nll.add(round(total.nll_nats_sum, 4))
+    assert len(nll) == 1
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=5).filter(lambda n: max(n) > 1),
+    size=st.integers(2, 64),
+    share=st.floats(0.01, 1),
+    bos=st.booleans(),
+    eos=st.booleans(),
+    budget=st.integers(1, 300),
+)
+def test_any_windows_equal_the_loop(bytes_model, lengths, size, share, bos, eos, budget):
+    """Overlap, BOS, EOS: every token scored once, with the context that its window has."""
+    tokenizer = ByteTokenizer(bos_id=1 if bos else None)
+    texts = [("the cat sat on a mat. " * 8)[:n] for n in lengths]
+    text_tokens = size - bos
+    stride = max(1, round(text_tokens * share))
+    windows = []
+    for text in texts:
+        ids = tokenizer.encode(text, False, eos) if text else []
+        done = start = 0
+        while done < len(ids):
+            stop = min(start + text_tokens, len(ids))
+            lead = [1] if bos else []
+            skipped = max(done - start + len(lead), 1)
+            if stop - start + len(lead) > skipped:
+                windows.append(([*lead, *ids[start:stop]], skipped))
+            done, start = stop, start + stride
+    if not windows:
+        return
+    expected = oracle(bytes_model, windows)
+    result = evaluate(
+        bytes_model,
+        tokenizer,
+        texts,
+        max_seq_len=size,
+        stride=stride,
+        add_eos=eos,
+        max_tokens_per_batch=budget,
+    )
+    assert result.summary.total.num_scored == expected[0]
+    assert result.summary.total.nll_nats_sum == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_tokens_weigh_the_same_and_documents_do_in_their_own_mean():
+    """A3: 10 tokens at 2 nats and 1000 at 4 nats: 53.53, and 20.09 for the document mean."""
+    log_probs = torch.full((4, 4), -1e9)
+    log_probs[0, 0], log_probs[0, 3] = -2.0, math.log1p(-math.exp(-2))
+    log_probs[1, 1], log_probs[1, 3] = -4.0, math.log1p(-math.exp(-4))
+    documents = [words([0] * 11), words([1] * 1001)]
+    total = evaluate(
+        BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=2048
+    ).summary.total
+    assert round(total.perplexity, 2) == 53.53
+    assert round(total.document_mean_perplexity, 2) == 20.09
+
+
+def test_words_bytes_and_bits(bytes_model):
+    texts = ["h\u00e9llo w\u00f6rld  again", "\u4e2d\u6587"]
+    total = evaluate(bytes_model, ByteTokenizer(bos_id=None), texts, max_seq_len=64).summary.total
+    assert total.num_words == 4
+    assert total.num_bytes == len("".join(texts).encode())
+    assert total.num_scored == total.num_bytes - 2
+    assert total.word_perplexity == pytest.approx(math.exp(total.nll_nats_sum / 4))
+    assert total.bits_per_byte == pytest.approx(math.log2(total.byte_perplexity))
+
+
+def test_documents_that_cannot_be_scored_are_counted(bytes_model):
+    """H1, G3: empty and one-token documents, first in the batch or not."""
+    texts = ["", "a", "", "bc", "d"]
+    total = evaluate(bytes_model, ByteTokenizer(bos_id=None), texts, max_seq_len=8).summary.total
+    assert (total.num_documents, total.num_documents_scored, total.num_empty) == (5, 1, 2)
+    assert (total.num_scored, total.no_context, total.num_tokens) == (1, 4 - 1, 4)
+    with_bos = evaluate(bytes_model, ByteTokenizer(), texts, max_seq_len=8).summary.total
+    assert (with_bos.num_scored, with_bos.no_context, with_bos.num_empty) == (4, 0, 2)
+
+
+@pytest.mark.parametrize("texts", [[""], ["a"], ["a", "", "b"]])
+def test_nothing_to_score_is_an_error(bytes_model, texts):
+    with pytest.raises(UserError, match="0 scored tokens"):
+        evaluate(bytes_model, ByteTokenizer(bos_id=None), texts, max_seq_len=8)
+
+
+def test_a_long_document_is_scored_to_its_end(bytes_model):
+    """G2: 200 tokens in windows of 64: nothing is cut, nothing is divided by what was not scored."""
+    text = "".join(chr(97 + n % 26) for n in range(200))
+    result = evaluate(bytes_model, ByteTokenizer(bos_id=None), [text], max_seq_len=64)
+    ids = ByteTokenizer().encode(text, False, False)
+    count, nll = oracle(bytes_model, [w for w in chunks(ids, 64) if len(w[0]) > 1])
+    assert result.summary.total.num_scored == count == 196
+    assert result.perplexity == pytest.approx(math.exp(nll / 196), rel=1e-6)
+
+
+def test_a_window_longer_than_the_model_is_refused(bytes_model):
+    """G6."""
+    with pytest.raises(UserError, match="max_seq_len is 128, but the model reads at most 64 tokens"):
+        evaluate(bytes_model, ByteTokenizer(), ["abc"], max_seq_len=128)
+
+
+def test_an_id_outside_the_model_is_named():
+    model = sharp_llama(128)
+    with pytest.raises(UserError, match="document 1 has the token id 128, but .* 128 rows"):
+        evaluate(model, WordTokenizer(), [words([1, 127]), words([5, 128])], max_seq_len=8)
+
+
+def test_first_documents_only(bytes_model):
+    """B4: max_documents: 3 scores documents 0, 1 and 2."""
+    first = evaluate(bytes_model, ByteTokenizer(), TEXTS, max_seq_len=32, max_documents=3)
+    alone = evaluate(bytes_model, ByteTokenizer(), TEXTS[:3], max_seq_len=32)
+    assert list(first.summary.documents.rows()) == list(alone.summary.documents.rows())
+    assert first.summary.total.num_documents == 3
+
+
+def test_domains_and_documents_add_up(bytes_model):
+    rows = [{"text": t, "id": f"n{n}", "domain": "ab"[n % 2]} for n, t in enumerate(TEXTS)]
+    summary = evaluate(bytes_model, ByteTokenizer(), rows, max_seq_len=32).summary
+    assert list(summary.domains) == ["a", "b"]
+    parts = summary.domains.values()
+    assert sum(p.num_scored for p in parts) == summary.total.num_scored
+    assert math.fsum(p.nll_nats_sum for p in parts) == pytest.approx(summary.total.nll_nats_sum)
+    table = list(summary.documents.rows())
+    assert [row["id"] for row in table] == [f"n{n}" for n in range(len(TEXTS))]
+    for number, row in enumerate(table):
+        alone = evaluate(bytes_model, ByteTokenizer(), [TEXTS[number]], max_seq_len=32)
+        assert row["nll_nats_sum"] == pytest.approx(alone.summary.total.nll_nats_sum, rel=1e-5)
+    json.dumps(table, allow_nan=False)
+
+
+def test_a_broken_model_overflows_with_a_finite_nll(bytes_model):
+    """A7: mean NLL above 709."""
+    model = sharp_llama(259, sharpness=1e6)
+    total = evaluate(model, ByteTokenizer(), TEXTS, max_seq_len=32).summary.total
+    assert math.isfinite(total.nll_nats_sum)
+    assert total.nll_nats_sum / total.num_scored > 710
+    metrics = total.metrics()
+    assert metrics["token_perplexity"] is None
+    assert metrics["overflow"] is True
+    json.dumps(metrics, allow_nan=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_names_document_and_window(value):
+    log_probs = torch.zeros(300, 300)
+    log_probs[99] = value
+    documents = [{"text": words([1, 2, 3])}, {"text": words([4] * 12 + [99, 5]), "id": "bad"}]
+    message = r"loss is (nan|inf|-inf) in document 1 \(id 'bad'\), tokens 8 to 13"
+    with pytest.raises(UserError, match=message):
+        evaluate(BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=8)
+
+
+def test_training_mode_and_gradients_are_as_before(bytes_model):
+    model = sharp_llama(259).train()
+    evaluate(model, ByteTokenizer(), TEXTS, max_seq_len=32)
+    assert model.training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+    evaluate(model, ByteTokenizer(), TEXTS, max_seq_len=32)
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+
+
+def test_progress_counts_every_token(bytes_model):
+    from ppl_eval import evaluation
+    from ppl_eval.data.protocol import document_protocol
+
+    protocol = document_protocol(ByteTokenizer(), max_seq_len=32)
+    work = evaluation.prepare(ByteTokenizer(), TEXTS, protocol, max_tokens_per_batch=64)
+    seen: list[Progress] = []
+    result = evaluation.run(bytes_model, work, device=torch.device("cpu"), on_step=seen.append)
+    assert [p.step for p in seen] == list(range(1, len(work.plan.batches) + 1))
+    assert seen[-1].num_scored == result.summary.total.num_scored
+    assert seen[-1].running.compute() == pytest.approx(result.perplexity)
+
+
+@pytest.mark.parametrize("name", ["tiny_teacher", "tiny_student"])
+def test_the_embedded_pair_equals_transformers(name, held_out):
+    """Per document 1e-6 relative to a float64 loop over transformers' own forward, in fp32."""
+    transformers = pytest.importorskip("transformers")
+    path = ppl_eval.shipped.embedded_path(name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = hf_tokenizer(str(path))
+    rows = [json.loads(line) for line in held_out.read_text().splitlines()][:40]
+    result = evaluate(load_embedded(name), tokenizer, rows, max_seq_len=256)
+    for row, found in zip(rows, result.summary.documents.rows(), strict=True):
+        ids = tokenizer.encode(row["text"], False, False)
+        windows = chunks(ids, 256, bos_id=tokenizer.bos_id)
+        count, nll = oracle(lambda tokens: theirs(tokens).logits, windows)
+        assert found["scored_tokens"] == count
+        assert found["nll_nats_sum"] == pytest.approx(nll, rel=1e-6)
+
+
+def load_embedded(name):
+    from ppl_eval.config import load
+    from ppl_eval.model import build, checkpoint
+
+    config = load(["--config", {"tiny_student": "tiny_ppl_eval"}.get(name, f"{name}_ppl_eval")])
+    model = build.build_on_meta(config.model, torch.float32)
+    state = checkpoint.read_state(checkpoint.complete_checkpointer(config.checkpointer))
+    checkpoint.load_into(model, state, torch.device("cpu"))
+    return model
