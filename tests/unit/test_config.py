@@ -45,9 +45,7 @@ def test_overrides():
     assert config.protocol.add_bos is False
     assert config.tokenizer["path"] == "/some=where"
     assert config.dataset["data_files"] == ["a.txt", "b.txt"]
-    assert config.metric_logger == {
-        "_component_": "torchtune.training.metric_logging.StdoutLogger"
-    }
+    assert config.metric_logger == {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
     assert config.device is None
 
 
@@ -64,7 +62,7 @@ def test_the_surface_that_users_share_stays():
 
 mistakes = {
     "max_seq_len=64": "unknown config key max_seq_len; did you mean protocol.max_seq_len",
-    "protocol.max_seqlen=64": "unknown config key protocol.max_seqlen; did you mean protocol.max_seq",
+    "protocol.max_seqlen=64": "unknown config key protocol.max_seqlen; did you mean protocol.max",
     "dtpye=bf16": "unknown config key dtpye; did you mean dtype",
     "dataset.colum=text": "unknown config key dataset.colum: .*did you mean dataset.column",
     "model.num_layer=3": "unknown config key model.num_layer: .*did you mean model.num_layers",
@@ -81,7 +79,7 @@ mistakes = {
     "parallel.cp=2": "parallel.cp is 2, but only dp_replicate and dp_shard are built",
     "parallel.tp=2": "parallel.tp is 2",
     "model=torchtune.models.llama9": "model._component_ is .*, but torchtune.models has no llama9",
-    "model=nowhere.builder": "model._component_ is 'nowhere.builder', but there is no module nowhere",
+    "model=nowhere.builder": "model._component_ is 'nowhere.builder', but there is no module",
     "~nothing": "~nothing: the config has no such key",
     "nothing": "'nothing' is not an override: write key=value",
     "--verbose": "--verbose is not an option",

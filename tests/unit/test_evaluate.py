@@ -66,7 +66,9 @@ def test_122_predictions_of_seven_documents_without_bos(bytes_model):
     tokenizer = ByteTokenizer(bos_id=None)
     nll = set()
     for budget in (1, 128, 60 * 7):
-        result = evaluate(bytes_model, tokenizer, texts, max_seq_len=64, max_tokens_per_batch=budget)
+        result = evaluate(
+            bytes_model, tokenizer, texts, max_seq_len=64, max_tokens_per_batch=budget
+        )
         total = result.summary.total
         assert (total.num_scored, total.no_context) == (122, 7)
         nll.add(round(total.nll_nats_sum, 4))
@@ -155,7 +157,7 @@ def test_nothing_to_score_is_an_error(bytes_model, texts):
 
 
 def test_a_long_document_is_scored_to_its_end(bytes_model):
-    """G2: 200 tokens in windows of 64: nothing is cut, nothing is divided by what was not scored."""
+    """G2: 200 tokens in windows of 64: nothing is cut, and 196 of them are divided by 196."""
     text = "".join(chr(97 + n % 26) for n in range(200))
     result = evaluate(bytes_model, ByteTokenizer(bos_id=None), [text], max_seq_len=64)
     ids = ByteTokenizer().encode(text, False, False)
@@ -166,7 +168,9 @@ def test_a_long_document_is_scored_to_its_end(bytes_model):
 
 def test_a_window_longer_than_the_model_is_refused(bytes_model):
     """G6."""
-    with pytest.raises(UserError, match="max_seq_len is 128, but the model reads at most 64 tokens"):
+    with pytest.raises(
+        UserError, match="max_seq_len is 128, but the model reads at most 64 tokens"
+    ):
         evaluate(bytes_model, ByteTokenizer(), ["abc"], max_seq_len=128)
 
 

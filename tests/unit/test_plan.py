@@ -1,4 +1,4 @@
-"""The plan: nothing lost, nothing repeated, equal steps, the same batches for any number of ranks."""
+"""The plan: nothing lost, nothing repeated, equal steps, the same batches for any ranks."""
 
 import numpy as np
 from hypothesis import given

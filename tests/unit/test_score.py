@@ -95,7 +95,7 @@ def test_padding_is_never_read_or_scored(model, pad_id):
 def test_bf16_logits_are_computed_in_fp32(batch):
     """A5: the model's own bf16 product is off by hundredths of a nat, ours is not."""
     model = sharp_llama().bfloat16()
-    inputs, targets, scored = batch
+    _, targets, scored = batch
     seen = {}
     model.norm.register_forward_hook(lambda m, a, out: seen.update(hidden=out))
     with torch.no_grad():

@@ -79,7 +79,9 @@ def test_bos_is_wanted_when_the_tokenizer_adds_it_or_its_config_says_so(
 ):
     tokenizer = hf_tokenizer(folder(config, adds_bos=adds_bos))
     assert wants_bos(tokenizer) is wanted
-    assert tokenizer.encode("a", False, False) == hf_tokenizer(folder(FULL)).encode("a", False, False)
+    assert tokenizer.encode("a", False, False) == hf_tokenizer(folder(FULL)).encode(
+        "a", False, False
+    )
 
 
 def test_special_tokens_in_a_text_are_text(folder):

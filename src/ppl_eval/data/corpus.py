@@ -109,8 +109,8 @@ class Corpus(Sequence[Document]):
             return text
         found = "null" if text is None else f"{type(text).__name__} {text!r:.60}"
         raise UserError(
-            f"{self._origin.name}, row {number} (the first is 0): column {self._column!r} holds {found},"
-            " but every row needs a text: mend or drop the row"
+            f"{self._origin.name}, row {number} (the first is 0): column {self._column!r} holds"
+            f" {found}, but every row needs a text: mend or drop the row"
         )
 
 
@@ -291,7 +291,7 @@ class _Origin:
     loader: str | None
 
     def explain(self, error: Exception) -> str:
-        """One sentence for a data set that cannot be read, with file and line where there is one."""
+        """One sentence for a data set that cannot be read, with file and line if there is one."""
         for file in self.files:
             if "://" in file or Path(file).suffix in _COMPRESSED:
                 continue

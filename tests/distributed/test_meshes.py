@@ -1,0 +1,185 @@
+"""Meshes, and the promise: the same bits for any number of data-parallel ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import BigramTable, ByteTokenizer, WordTokenizer, sharp_llama
+from ranks import run_on_ranks
+
+from ppl_eval import Perplexity, UserError, evaluate
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.shard import shard_decoder
+
+
+def texts(count):
+    """Documents of very uneven lengths; the first is unlike the others."""
+    rows = [
+        ("zq" * 40) if n == 0 else "the cat sat on the mat, " * (n % 7) + "x" * (n % 5 + 1)
+        for n in range(count)
+    ]
+    return rows
+
+
+def measure(rank, counts, dp_replicate, tied):
+    """Per-window NLL of several corpora on this mesh; the same on every rank."""
+    model = sharp_llama(259, tied=tied)
+    world_size = dist.get_world_size()
+    dims = ParallelDims(dp_replicate=dp_replicate, world_size=world_size)
+    meshes = dims.build_mesh("cpu")
+    shard_decoder(model, model.layers, meshes.fsdp)
+    found = []
+    for count in counts:
+        result = evaluate(
+            model,
+            ByteTokenizer(),
+            texts(count),
+            max_seq_len=32,
+            max_tokens_per_batch=128,
+            group=meshes.batch.get_group(),
+        )
+        total = result.summary.total
+        found.append((result.ledger.nll_nats_sum.tolist(), total.num_scored, total.nll_nats_sum))
+    return found
+
+
+COUNTS = [1, 2, 3, 5, 7, 101]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def tied(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(tied):
+    """One process, no sharding: what every mesh must repeat bit by bit."""
+    return run_on_ranks(1, measure, COUNTS, 1, tied)[0]
+
+
+@pytest.mark.parametrize(("world_size", "dp_replicate"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+def test_every_dp_mesh_gives_the_same_bits(alone, tied, world_size, dp_replicate):
+    """B1, B2: 1, 2, 3, 5, 7 and 101 documents on up to 4 ranks: nothing lost, repeated or hung."""
+    for found in run_on_ranks(world_size, measure, COUNTS, dp_replicate, tied):
+        assert found == alone
+    for count, (_, num_scored, _) in zip(COUNTS, alone, strict=True):
+        assert num_scored == sum(len(text.encode()) for text in texts(count))
+
+
+def coordinates(rank, degrees):
+    meshes = ParallelDims(**degrees, world_size=dist.get_world_size()).build_mesh("cpu")
+    names = ("batch", "fsdp", "loss", "cp", "tp")
+    return {name: getattr(meshes, name).mesh.tolist() for name in names}
+
+
+def test_meshes_by_purpose():
+    """dp_replicate 1, dp_shard 2, cp 1, tp 2 of 4 ranks: tp is innermost."""
+    found = run_on_ranks(4, coordinates, {"dp_shard": 2, "tp": 2})
+    assert [f["tp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    for purpose in ("batch", "fsdp", "loss"):
+        assert [f[purpose] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [f["cp"] for f in found] == [[0], [1], [2], [3]]
+
+
+def test_replicas_and_context_in_the_right_purposes():
+    found = run_on_ranks(4, coordinates, {"dp_replicate": 2, "cp": 2})
+    assert [f["batch"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [f["fsdp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [f["loss"] for f in found] == [[0, 1, 2, 3]] * 4
+    assert [f["cp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def collectives(rank, dp_replicate):
+    """What a whole evaluation communicates: name of each collective and elements of its tensors."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    model = sharp_llama(259)
+    meshes = ParallelDims(dp_replicate=dp_replicate, world_size=2).build_mesh("cpu")
+    shard_decoder(model, model.layers, meshes.fsdp)
+    calls = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                tensors = [t for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)]
+                calls.append((func.overloadpacket.__name__, sum(t.numel() for t in tensors)))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        result = evaluate(
+            model, ByteTokenizer(), texts(40), max_seq_len=32, max_tokens_per_batch=64
+        )
+    workload = result.workload
+    return calls, len(workload.windows), workload.plan.num_steps(2)
+
+
+def test_replicas_communicate_before_and_after_but_in_no_step():
+    """Counts of tokens before the run, the ledger after it."""
+    for calls, num_windows, num_steps in run_on_ranks(2, collectives, 2):
+        assert num_steps > 20
+        sizes = [2, 4 * 40, num_windows, num_windows, num_windows]
+        assert calls == [("allreduce_", size) for size in sizes]
+
+
+def test_shards_only_gather_parameters_in_a_step():
+    """The root once in the whole run, each of the two layers once a step."""
+    for calls, _, num_steps in run_on_ranks(2, collectives, 1):
+        names = [name for name, _ in calls]
+        assert names.count("allreduce_") == 5
+        gathers = [name for name in names if name != "allreduce_"]
+        assert set(gathers) == {"_allgather_base_"}
+        assert len(gathers) == 1 + 2 * num_steps
+
+
+def table_on_ranks(rank):
+    log_probs = torch.full((5, 5), math.log(0.5) - 30.0)
+    log_probs[4, 4] = -3.0
+    log_probs[2, 2] = -1.0
+    documents = [" ".join(["4"] * 11)] + [" ".join(["2"] * 11)] * 4
+    return evaluate(
+        BigramTable(log_probs.log_softmax(dim=1)), WordTokenizer(), documents, max_seq_len=16
+    ).summary.total.nll_nats_sum
+
+
+def test_a_plain_module_on_all_ranks():
+    alone = run_on_ranks(1, table_on_ranks)
+    assert set(run_on_ranks(4, table_on_ranks)) == set(alone)
+
+
+def sync_metric(rank):
+    metric = Perplexity().update(float(rank + 1), rank)
+    synced = [metric.sync(), metric.sync()]
+    return [(float(m.nll_nats_sum), int(m.num_tokens)) for m in (*synced, metric)]
+
+
+def test_sync_adds_the_ranks_and_counts_none_twice():
+    for rank, found in enumerate(run_on_ranks(4, sync_metric)):
+        assert found == [(10.0, 6), (10.0, 6), (rank + 1.0, rank)]
+
+
+def different_corpora(rank):
+    try:
+        evaluate(sharp_llama(259), ByteTokenizer(), texts(3 + rank), max_seq_len=32)
+    except UserError as error:
+        return str(error)
+
+
+def test_ranks_that_see_different_corpora_are_told():
+    for message in run_on_ranks(2, different_corpora):
+        assert "the ranks see corpora of 3 to 4 documents" in message
+
+
+def forget(rank):
+    """Every rank encodes again what it neither counted nor kept."""
+    from ppl_eval.data import encode
+
+    encode._KEPT_TOKENS = 50
+    encode._SHARE = 2
+    result = evaluate(sharp_llama(259), ByteTokenizer(), texts(30), max_seq_len=32)
+    return result.summary.total.nll_nats_sum, result.workload.corpus.fingerprint
+
+
+def test_ids_that_were_forgotten_come_back():
+    alone = run_on_ranks(1, forget)
+    assert set(run_on_ranks(3, forget)) == set(alone)
