@@ -32,9 +32,8 @@ def world_size_from_env() -> int:
 
 def set_log_level(level: str) -> None:
     """Show our log from ``level`` up: on stderr, from rank 0; other ranks only at DEBUG."""
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-        logger.propagate = False
+    logger.handlers = [logging.StreamHandler()]
+    logger.propagate = False
     first_rank = os.environ.get("RANK", "0") == "0"
     logger.setLevel(level if first_rank or level == "DEBUG" else logging.ERROR)
 

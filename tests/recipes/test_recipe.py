@@ -1,0 +1,370 @@
+"""The recipe in this process: what it writes, what it prints, and every kind of mistake."""
+
+import json
+import math
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ppl_eval import shipped
+from ppl_eval.data import hf_tokenizer
+
+
+@pytest.fixture(scope="module")
+def recipe_main():
+    return runpy.run_path(str(shipped.recipe_path()), run_name="recipe")["recipe_main"]
+
+
+@pytest.fixture
+def tune(recipe_main, tmp_path, monkeypatch, capsys):
+    """Run a config in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args, config="tiny_ppl_eval"):
+        monkeypatch.setattr(sys, "argv", ["ppl_eval", "--config", config, *args])
+        code = 0
+        try:
+            recipe_main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def student(tmp_path):
+    """A copy of the embedded student that may be spoiled."""
+    folder = tmp_path / "student"
+    folder.mkdir()
+    for path in shipped.embedded_path("tiny_student").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def results(folder="out/tiny_ppl_eval"):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not strict JSON")
+
+    return json.loads(Path(folder, "results.json").read_text(), parse_constant=refuse)
+
+
+def rows(folder="out/tiny_ppl_eval"):
+    return [json.loads(line) for line in Path(folder, "documents.jsonl").read_text().splitlines()]
+
+
+def test_results_and_table(tune, held_out):
+    code, out, err = tune()
+    assert code == 0, err
+    content, table = results(), rows()
+    texts = [json.loads(line) for line in held_out.read_text().splitlines()]
+    tokenizer = hf_tokenizer(str(shipped.embedded_path("tiny_student")))
+    num_tokens = sum(len(tokenizer.encode(row["text"], False, False)) for row in texts)
+
+    assert content["schema_version"] == 1
+    counts, metrics = content["counts"], content["metrics"]
+    assert counts["documents"] == len(texts) == len(table)
+    assert counts["scored_tokens"] == num_tokens == sum(row["scored_tokens"] for row in table)
+    assert counts["not_scored"] == {"no_context": 0, "truncated": 0, "masked": 0, "empty": 0}
+    nll = math.fsum(row["nll_nats_sum"] for row in table)
+    assert metrics["nll_nats_sum"] == nll
+    assert metrics["token_perplexity"] == math.exp(nll / num_tokens)
+    assert metrics["bits_per_byte"] == nll / math.log(2) / sum(r["bytes"] for r in table)
+    words = sum(len(row["text"].split()) for row in texts)
+    assert metrics["word_perplexity"] == math.exp(nll / words)
+    assert metrics["byte_perplexity"] == math.exp(nll / sum(r["bytes"] for r in table))
+    means = [row["nll_nats_sum"] / row["scored_tokens"] for row in table]
+    mean = math.fsum(means) / len(means)
+    assert metrics["document_mean_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
+    assert set(content["domains"]) == {"tale", "bill", "program"}
+    parts = content["domains"].values()
+    assert sum(part["counts"]["scored_tokens"] for part in parts) == num_tokens
+    for part in parts:
+        assert set(part["metrics"]) == set(metrics)
+    for number, (row, text) in enumerate(zip(table, texts, strict=True)):
+        assert (row["document"], row["id"], row["domain"]) == (number, text["id"], text["domain"])
+        assert row["bytes"] == len(text["text"].encode())
+        assert row["words"] == len(text["text"].split())
+
+    assert content["command"] == "tune run ppl_eval --config tiny_ppl_eval"
+    assert content["protocol"]["name"] == "document"
+    performance = content["performance"]
+    assert performance["tokens_per_s"] > 0
+    assert performance["peak_memory_gib"] > 0
+    assert set(performance["seconds"]) == {"data", "load", "evaluate"}
+    environment = content["environment"]
+    assert environment["versions"]["torchtune"].startswith("0.6.1")
+    assert (environment["dtype"], environment["checkpoint_dtype"]) == ("fp32", "float32")
+    assert content["config"]["protocol"]["max_seq_len"] == 256
+    prints = content["fingerprints"]
+    assert set(prints) == {"data", "tokenizer", "model", "protocol", "plan"}
+    assert all(isinstance(value, str) for value in prints.values())
+
+    for text in (
+        f"{num_tokens:,}",
+        "document: windows of 256 tokens, no overlap, BOS first",
+        "tale",
+    ):
+        assert text in out
+    assert f"{metrics['token_perplexity']:.4f}" in out
+    assert "dp_replicate=1 dp_shard=1 cp=1 tp=1 on 1 x cpu" in out
+    assert "\r" not in err  # no progress bar where nobody looks
+
+
+def test_fingerprints_follow_what_they_name(tune, student):
+    tune("max_documents=9")
+    first = results()["fingerprints"]
+
+    def changed(*args):
+        code, _, err = tune(*args)
+        assert code == 0, err
+        now = results()["fingerprints"]
+        return {name for name in now if now[name] != first[name]}
+
+    assert changed("max_documents=9", "output_dir=out/tiny_ppl_eval") == set()
+    assert changed("max_documents=9", f"checkpointer.checkpoint_dir={student}") == set()
+    assert changed("max_documents=8") == {"data", "plan"}
+    assert changed("max_documents=9", "protocol.max_seq_len=200") == {"protocol", "plan"}
+    assert changed("max_documents=9", "max_tokens_per_batch=999") == {"plan"}
+    weights = load_file(student / "model.safetensors")
+    weights["model.norm.weight"] += 1e-3
+    save_file(weights, student / "model.safetensors")
+    assert changed("max_documents=9", f"checkpointer.checkpoint_dir={student}") == {"model"}
+
+
+def test_one_override_replaces_the_text(tune, tmp_path):
+    (tmp_path / "mine.txt").write_text("Ada lived near the mill.\n\nx\n")
+    code, _, err = tune("dataset.data_files=mine.txt")
+    assert code == 0, err
+    content = results()
+    assert content["counts"]["documents"] == 3
+    assert content["counts"]["not_scored"]["empty"] == 1
+    assert content["domains"] == {}
+    assert [row["words"] for row in rows()] == [5, 0, 1]
+
+
+def test_the_student_is_worse_than_the_teacher_and_both_beat_a_bigram_model(tune):
+    from ppl_eval.embedded.bigram import bigram_perplexity
+
+    tune()
+    tune(config="tiny_teacher_ppl_eval")
+    student = results()["metrics"]["token_perplexity"]
+    teacher = results("out/tiny_teacher_ppl_eval")["metrics"]["token_perplexity"]
+    assert teacher < 0.98 * student
+    assert 2 * student < bigram_perplexity()
+
+
+def test_an_untrained_head_overflows_and_says_so(tune, student):
+    """A7 through the recipe: exit 0, strict JSON, null and a flag."""
+    weights = load_file(student / "model.safetensors")
+    weights["model.norm.weight"] *= 1e5
+    save_file(weights, student / "model.safetensors")
+    code, out, err = tune("max_documents=3", f"checkpointer.checkpoint_dir={student}")
+    assert code == 0
+    metrics = results()["metrics"]
+    assert metrics["token_perplexity"] is None
+    assert metrics["overflow"] is True
+    assert metrics["nll_nats_per_token"] > 710
+    assert "overflow" in out
+    assert "null in results.json" in err
+
+
+@pytest.mark.parametrize(
+    ("logger", "found"),
+    [
+        ("DiskLogger", "logs/log_*.txt"),
+        ("TensorBoardLogger", "logs/events*"),
+        ("StdoutLogger", None),
+    ],
+)
+def test_torchtune_loggers(tune, logger, found):
+    if logger == "TensorBoardLogger":
+        pytest.importorskip("tensorboard")
+    extra = ["~metric_logger.log_dir"] if logger == "StdoutLogger" else []
+    if logger == "TensorBoardLogger":
+        extra = ["metric_logger.organize_logs=false"]
+    code, out, err = tune(
+        f"metric_logger=torchtune.training.metric_logging.{logger}",
+        "max_documents=20",
+        "log_every_n_steps=1",
+        *extra,
+    )
+    assert code == 0, err
+    if found is None:
+        text = out
+    else:
+        files = list(Path("out/tiny_ppl_eval").glob(found))
+        assert len(files) == 1
+        text = files[0].read_bytes().decode(errors="replace")
+    for name in ("running_perplexity", "tokens_per_s", "token_perplexity", "bits_per_byte"):
+        assert name in text
+    assert Path("out/tiny_ppl_eval/torchtune_config.yaml").is_file()
+
+
+def test_bf16_and_its_own_logits(tune):
+    tune("max_documents=20")
+    fp32 = results()["metrics"]["token_perplexity"]
+    values = []
+    for logits in ("fp32", "model"):
+        code, _, err = tune("max_documents=20", "dtype=bf16", f"logits_dtype={logits}")
+        assert code == 0, err
+        values.append(results()["metrics"]["token_perplexity"])
+        assert values[-1] == pytest.approx(fp32, rel=0.02)
+    assert len({fp32, *values}) == 3
+
+
+def spoil(change):
+    """A mistake in the checkpoint: ``change(folder)``."""
+    return lambda folder: [change(folder), f"checkpointer.checkpoint_dir={folder}"][1:]
+
+
+def rewrite(change):
+    def apply(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return spoil(apply)
+
+
+def text(name, content):
+    def write(folder):
+        Path(name).write_bytes(content)
+        return [f"dataset.data_files={name}"]
+
+    return write
+
+
+mistakes = {
+    "unknown key": (["protocol.max_seq=1"], "unknown config key protocol.max_seq; did you mean"),
+    "no checkpoint folder": (["checkpointer.checkpoint_dir=nowhere"], "no such folder"),
+    "no weights": (
+        spoil(lambda folder: (folder / "model.safetensors").unlink()),
+        "student has no weights: neither",
+    ),
+    "zero bytes of weights": (
+        spoil(lambda folder: (folder / "model.safetensors").write_bytes(b"")),
+        "the checkpoint cannot be loaded: .*model.safetensors",
+    ),
+    "no config.json": (
+        spoil(lambda folder: (folder / "config.json").unlink()),
+        "FileNotFoundError: .*config.json",
+    ),
+    "no tokenizer": (
+        spoil(lambda folder: (folder / "tokenizer.json").unlink()),
+        "no tokenizer.json in",
+    ),
+    "missing weight": (
+        rewrite(lambda w: w.pop("model.layers.1.mlp.up_proj.weight")),
+        "1 missing from the checkpoint: layers.1.mlp.w3.weight",
+    ),
+    "extra weight": (
+        rewrite(lambda w: w.update({"model.layers.7.mlp.up_proj.weight": torch.zeros(1)})),
+        "1 unknown to the model: layers.7.mlp.w3.weight",
+    ),
+    "weight of no llama": (
+        rewrite(lambda w: w.update({"model.strange.weight": torch.zeros(1)})),
+        'cannot be loaded: .*unexpected key: "model.strange.weight"',
+    ),
+    "another shape": (
+        ["model.vocab_size=600"],
+        r"of another shape: tok_embeddings.weight is \(509, 64\) in the checkpoint and \(600, 64\)",
+    ),
+    "a head that is not tied": (
+        rewrite(lambda w: w.update({"lm_head.weight": w["model.norm.weight"].repeat(509, 1)})),
+        "ties its head to the embedding, but the checkpoint has an output.weight that",
+    ),
+    "wrong model type": (
+        ["checkpointer.model_type=LAMA"],
+        "model_type is 'LAMA', but it is one of",
+    ),
+    "wrong model argument": (["model.num_heads=7"], "cannot be built: embed_dim"),
+    "window too long": (
+        ["protocol.max_seq_len=300"],
+        "max_seq_len is 300, but the model reads at most 256 tokens",
+    ),
+    "stride too long": (["protocol.stride=256"], "stride is 256, but it is between 1 and 255"),
+    "cuda on cpu": (["device=cuda"], "device is 'cuda', but torch .* sees no CUDA device"),
+    "no device": (["device=gpu"], "device is 'gpu'"),
+    "world size": (["parallel.dp_shard=2"], r"dp_shard\(2\) .* = 2, but 1 process was started"),
+    "empty corpus": (text("e.txt", b""), "e.txt is empty: there is nothing to measure"),
+    "blank corpus": (text("b.txt", b"\n\n"), "0 scored tokens: the 2 documents have 0 tokens"),
+    "wrong column": (
+        ["dataset.column=body"],
+        "column is 'body', but .* has the columns id, domain",
+    ),
+    "wrong split": (["dataset.split=test"], 'Unknown split "test"'),
+    "bad utf-8": (text("l.txt", "ok\ncaf\u00e9\n".encode("latin-1")), "l.txt, line 2 is not UTF-8"),
+    "bad json": (text("j.jsonl", b'{"text": "a"}\n{"text'), "j.jsonl, line 2 is not JSON"),
+    "null row": (text("n.jsonl", b'{"text": "a"}\n{"text": null}\n'), "row 1 .* holds null"),
+    "output under a file": (
+        ["output_dir=afile/out"],
+        "output_dir is afile/out, but nothing can be",
+    ),
+    "no such logger": (["metric_logger=torchtune.NoLogger"], "torchtune has no NoLogger"),
+}
+
+
+@pytest.mark.parametrize("mistake", mistakes)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(tune, student, tmp_path, mistake):
+    args, message = mistakes[mistake]
+    Path("afile").write_text("")
+    if callable(args):
+        args = args(student)
+    code, out, err = tune(*args)
+    assert code == 1
+    sentences = [line for line in err.splitlines() if line.startswith("ppl_eval: error: ")]
+    assert len(sentences) == 1, err
+    import re
+
+    assert re.search(message, sentences[0]), sentences[0]
+    assert "Traceback" not in err
+    assert "perplexity" not in out
+    left = [p for p in Path("out").rglob("*") if p.name in ("results.json", "documents.jsonl")]
+    assert left == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_dir_without_permission(tune, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    code, _, err = tune("output_dir=locked/out")
+    assert code == 1
+    assert "output_dir is locked/out, but nothing can be written there" in err
+
+
+def test_an_earlier_result_survives_a_run_that_fails(tune, student):
+    tune("max_documents=3")
+    before = Path("out/tiny_ppl_eval/results.json").read_bytes()
+    code, _, _ = tune("max_documents=3", "checkpointer.checkpoint_dir=nowhere")
+    assert code == 1
+    assert Path("out/tiny_ppl_eval/results.json").read_bytes() == before
+
+
+def test_a_defect_shows_its_traceback(tune, monkeypatch):
+    from ppl_eval import evaluation
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(evaluation, "run", broken)
+    code, _, err = tune()
+    assert code == 1
+    assert err.count("Traceback (most recent call last)") == 1
+    assert "RuntimeError: a defect" in err
+
+
+def test_a_tied_checkpoint_may_carry_its_head_twice(tune, student):
+    tune("max_documents=3")
+    before = results()["metrics"]
+    weights = load_file(student / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, student / "model.safetensors")
+    code, _, err = tune("max_documents=3", f"checkpointer.checkpoint_dir={student}")
+    assert code == 0, err
+    assert results()["metrics"] == before

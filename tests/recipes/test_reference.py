@@ -1,0 +1,104 @@
+"""The recipe on real models, against transformers' own forward and published reference numbers.
+
+The same comparison on the embedded pair is in tests/unit/test_evaluate.py and never skips.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import chunks, oracle
+
+from ppl_eval import shipped
+from ppl_eval.data import hf_tokenizer
+
+STORIES = """
+output_dir: out
+tokenizer: {_component_: ppl_eval.data.hf_tokenizer, path: "${checkpointer.checkpoint_dir}"}
+model:
+  _component_: torchtune.models.llama2.llama2
+  vocab_size: 512
+  num_layers: 5
+  num_heads: 8
+  num_kv_heads: 4
+  embed_dim: 64
+  intermediate_dim: 172
+  max_seq_len: 512
+  norm_eps: 1.0e-5
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: null
+  model_type: LLAMA2
+dataset: {_component_: ppl_eval.data.text_corpus}
+"""
+
+
+def measure(monkeypatch, folder, *args):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["ppl_eval", "--config", *map(str, args), "output_dir=out"])
+    runpy.run_path(str(shipped.recipe_path()), run_name="recipe")["recipe_main"]()
+    return [json.loads(line) for line in Path("out/documents.jsonl").read_text().splitlines()]
+
+
+def by_transformers(folder, corpus, num_documents, size, add_bos):
+    """(scored tokens, NLL) by document, from a loop over transformers' logits."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = hf_tokenizer(str(folder))
+    bos_id = tokenizer.bos_id if add_bos else None
+    for line in corpus.read_text().splitlines()[:num_documents]:
+        ids = tokenizer.encode(json.loads(line)["text"], False, False)
+        windows = [w for w in chunks(ids, size, bos_id) if len(w[0]) > 1]
+        yield oracle(lambda tokens: model(tokens).logits, windows)
+
+
+def assert_same(rows, reference):
+    for row, (count, nll) in zip(rows, reference, strict=True):
+        assert row["scored_tokens"] == count
+        assert row["nll_nats_sum"] == pytest.approx(nll, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "num_documents", "size", "bos"),
+    [
+        ("en_tinystories.jsonl", 5, 256, True),
+        ("en_wikitext2_raw_test.jsonl", 2, 512, False),
+        ("en_fortunes.jsonl", 200, 128, True),
+        ("zh_fortunes_1500.jsonl", 20, 512, True),
+        ("code_humaneval.jsonl", 20, 512, True),
+    ],
+)
+def test_stories260k(
+    real_model, real_corpus, monkeypatch, tmp_path, corpus, num_documents, size, bos
+):
+    folder, texts = real_model("stories260k-hf"), real_corpus(corpus)
+    (tmp_path / "stories.yaml").write_text(STORIES)
+    rows = measure(
+        monkeypatch,
+        tmp_path,
+        "stories.yaml",
+        f"checkpointer.checkpoint_dir={folder}",
+        f"dataset.data_files={texts}",
+        f"max_documents={num_documents}",
+        f"protocol.max_seq_len={size}",
+        f"protocol.add_bos={'auto' if bos else 'false'}",
+    )
+    assert_same(rows, by_transformers(folder, texts, num_documents, size, bos))
+
+
+def test_smollm2_on_ten_wikitext_articles(real_model, real_corpus, monkeypatch, tmp_path):
+    folder, texts = real_model("smollm2"), real_corpus("en_wikitext2_raw_test.jsonl")
+    rows = measure(
+        monkeypatch,
+        tmp_path,
+        "smollm2/135M_ppl_eval",
+        f"checkpointer.checkpoint_dir={folder}",
+        f"dataset.data_files={texts}",
+        "max_documents=10",
+        "protocol.add_bos=false",
+        "dtype=fp32",
+    )
+    assert_same(rows, by_transformers(folder, texts, 10, 1024, False))

@@ -1,0 +1,102 @@
+"""Real `tune run` processes: what a user types, sees and gets."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppl_eval import shipped
+
+TUNE = Path(sys.executable).parent / "tune"
+
+
+def tune_run(*args, cwd, num_processes):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launcher = ["--nproc_per_node", str(num_processes)] if num_processes > 1 else []
+    return subprocess.run(
+        [str(TUNE), "run", *launcher, *args],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def by_our_processes(stderr):
+    """stderr without torchrun's own report, which begins where it logs the failure."""
+    return re.split(r"^E\d{4} .*failed \(exitcode", stderr, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_a_copied_recipe_with_a_component_of_ones_own_on_two_processes(tmp_path):
+    """I1: from an empty folder: an edited recipe, a shipped config's name, and own texts."""
+    source = shipped.recipe_path().read_text()
+    edited = source.replace('print(f"results:', 'print("edited by me")\n        print(f"results:')
+    assert edited != source
+    (tmp_path / "my_recipe.py").write_text(edited)
+    (tmp_path / "my_texts.py").write_text(
+        "def texts(count):\n"
+        "    return [{'text': 'Ada lived near the mill. ' * n, 'id': n} for n in range(count)]\n"
+    )
+    keys = ("source", "data_files", "split", "column", "domain_column")
+    done = tune_run(
+        *("my_recipe", "--config", "tiny_ppl_eval", "dataset=my_texts.texts", "dataset.count=5"),
+        *(f"~dataset.{key}" for key in keys),
+        cwd=tmp_path,
+        num_processes=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("edited by me") == 1
+    content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
+    assert content["counts"]["documents"] == 5
+    assert content["counts"]["not_scored"]["empty"] == 1
+    assert content["environment"]["mesh"]["dp_shard"] == 2
+    assert content["command"].startswith("tune run --nproc_per_node 2 my_recipe --config tiny")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("protocol.max_seqlen=9", "unknown config key protocol.max_seqlen; did you mean"),
+        ("dataset.data_files=broken.jsonl", "broken.jsonl, line 3 is not JSON"),
+    ],
+)
+def test_a_mistake_is_shown_once_by_two_processes(tmp_path, override, sentence):
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text\n')
+    done = tune_run(
+        "ppl_eval", "--config", "tiny_ppl_eval", override, cwd=tmp_path, num_processes=2
+    )
+    assert done.returncode != 0
+    ours = by_our_processes(done.stderr)
+    assert ours.count("ppl_eval: error: ") == 1
+    assert sentence in ours
+    assert "Traceback" not in ours
+    assert not re.search("gloo|connection|nccl", ours, re.IGNORECASE)
+    exits = re.findall(r"exitcode\s*: (-?\d+)", done.stderr)
+    assert exits
+    assert all(code != "0" for code in exits)
+    assert not list(tmp_path.rglob("results.json"))
+
+
+def test_one_rank_that_breaks_shows_one_traceback(tmp_path):
+    """A defect on rank 1 in the middle of a run: its traceback, and none of rank 0's."""
+    source = shipped.recipe_path().read_text()
+    broken = source.replace(
+        "        def on_step(progress: evaluation.Progress) -> None:\n",
+        "        def on_step(progress: evaluation.Progress) -> None:\n"
+        "            if self.ranks.rank == 1 and progress.step == 2:\n"
+        "                raise RuntimeError('a defect of rank one')\n",
+    )
+    assert broken != source
+    (tmp_path / "broken_recipe.py").write_text(broken)
+    done = tune_run("broken_recipe", "--config", "tiny_ppl_eval", cwd=tmp_path, num_processes=2)
+    assert done.returncode != 0
+    ours = by_our_processes(done.stderr)
+    assert ours.count("Traceback (most recent call last)") == 1
+    assert "unexpected error on rank 1" in ours
+    assert "RuntimeError: a defect of rank one" in ours
+    assert not list(tmp_path.rglob("results.json"))

@@ -1,0 +1,47 @@
+"""What README and docs say: their Python runs, and their commands are ones that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ppl_eval import shipped
+from ppl_eval.cli import _parser
+from ppl_eval.config import load
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page):
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in "".join(blocks(page, "(?:bash|sh)?")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"]:
+            assert set(words[1:]) <= targets
+        elif words[:2] == ["tune", "run"] and "ppl_eval" in words:
+            load(words[words.index("--config") :])
+        elif words[:1] == ["ppl-eval"]:
+            args = _parser().parse_args(words[1:])
+            if words[1] == "where":
+                assert shipped.embedded_path(args.name).is_dir()
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} -> {target}"
