@@ -284,7 +284,7 @@ mistakes = {
         ["checkpointer.model_type=LAMA"],
         "model_type is 'LAMA', but it is one of",
     ),
-    "wrong model argument": (["model.num_heads=7"], "cannot be built: embed_dim"),
+    "wrong model argument": (["model.num_heads=7"], "cannot be built: num_heads"),
     "window too long": (
         ["protocol.max_seq_len=300"],
         "max_seq_len is 300, but the model reads at most 256 tokens",

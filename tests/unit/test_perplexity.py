@@ -66,6 +66,12 @@ def test_before_any_token_it_is_nan_and_above_float64_inf():
     assert overflowing.compute() == math.inf
 
 
+def test_no_graph_is_kept_alive():
+    logits = torch.randn(4, 8, requires_grad=True)
+    metric = Perplexity().update_from_logits(logits, torch.arange(4)).update(logits.sum(), 1)
+    assert not metric.nll_nats_sum.requires_grad
+
+
 def test_many_small_updates_are_not_lost_in_float32():
     """A float32 count stops at 2**24 when ones are added, and a float32 sum soon after."""
     metric = Perplexity().update(float(2**26), 2**26)

@@ -38,9 +38,10 @@ class Perplexity:
             nll_sum: a number, or a tensor of any shape whose elements are added up in float64.
             num_tokens: a number, or an integer tensor whose elements are added up.
         """
-        like = self.nll_nats_sum
-        self.nll_nats_sum += torch.as_tensor(nll_sum, dtype=torch.float64, device=like.device).sum()
-        self.num_tokens += torch.as_tensor(num_tokens, dtype=torch.int64, device=like.device).sum()
+        device = self.nll_nats_sum.device
+        nll = torch.as_tensor(nll_sum, dtype=torch.float64, device=device).detach()
+        self.nll_nats_sum += nll.sum()
+        self.num_tokens += torch.as_tensor(num_tokens, dtype=torch.int64, device=device).sum()
         return self
 
     def update_from_logits(

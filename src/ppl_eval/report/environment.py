@@ -1,9 +1,11 @@
 """What a result depends on besides model and data: versions, machine, command."""
 
+import os
 import platform
 import shlex
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -39,6 +41,9 @@ def command(argv: Sequence[str], num_processes: int, local_num_processes: int) -
         launcher += ["--nproc_per_node", str(local_num_processes)]
     if num_processes > local_num_processes:
         launcher += ["--nnodes", str(num_processes // local_num_processes)]
-    script = argv[0].replace("\\", "/")
-    recipe = "ppl_eval" if script.endswith(("ppl_eval", "ppl_eval/__main__.py")) else script
-    return shlex.join([*launcher, recipe.removesuffix(".py"), *argv[1:]])
+    script = Path(argv[0]).with_suffix("")
+    if script.name in ("ppl_eval", "__main__"):  # started as `ppl_eval` or `-m ppl_eval`
+        recipe = "ppl_eval"
+    else:  # tune takes a path from the current folder
+        recipe = Path(os.path.relpath(script)).as_posix()
+    return shlex.join([*launcher, recipe, *argv[1:]])
