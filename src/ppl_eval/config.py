@@ -185,7 +185,8 @@ def to_config(content: DictConfig) -> EvalConfig:
     """
     _check_keys(content, EvalConfig)
     if not content.get("metric_logger"):
-        content = OmegaConf.merge(content, {"metric_logger": _DEFAULT_LOGGER})
+        content = content.copy()
+        content["metric_logger"] = _DEFAULT_LOGGER
     _register_resolver()
     try:
         merged = OmegaConf.merge(OmegaConf.structured(EvalConfig), content)

@@ -15,10 +15,14 @@ def test_dp_shard_takes_what_is_left():
 @pytest.mark.parametrize(
     ("degrees", "world_size", "message"),
     [
-        ({"tp": 4}, 2, r"dp_replicate\(1\) \* cp\(1\) \* tp\(4\) = 4 does not divide the 2"),
-        ({"tp": 3}, 4, r"tp\(3\) = 3 does not divide the 4 processes"),
+        (
+            {"tp": 4},
+            2,
+            r"cp\(1\) \* tp\(4\) = 4 does not divide the number of processes, 2",
+        ),
+        ({"tp": 3}, 4, r"tp\(3\) = 3 does not divide the number of processes, 4"),
         ({"cp": 2, "dp_shard": 1}, 4, r"dp_shard\(1\) \* cp\(2\) \* tp\(1\) = 2, but 4 processes"),
-        ({"tp": 2}, 1, r"does not divide the 1 process"),
+        ({"tp": 2}, 1, r"does not divide the number of processes, 1,"),
         ({"dp_replicate": 3, "dp_shard": 1}, 2, r"= 3, but 2 processes were started: change"),
         ({"dp_replicate": -1}, 4, r"dp_replicate is -1, but a degree is at least 1"),
         ({"dp_shard": 0}, 4, r"dp_shard is 0, but it is at least 1, or -1"),

@@ -54,19 +54,17 @@ class ParallelDims:
             if self.world_size % others:
                 raise UserError(
                     f"dp_replicate({self.dp_replicate}) * cp({self.cp}) * tp({self.tp}) = {others}"
-                    f" does not divide the {self._processes()}, so no dp_shard fits:"
+                    f" does not divide the number of processes, {self.world_size}, so no dp_shard fits:"
                     " change parallel.* or --nproc_per_node"
                 )
             object.__setattr__(self, "dp_shard", self.world_size // others)
         if others * self.dp_shard != self.world_size:
+            started = f"{self.world_size} process{' was' if self.world_size == 1 else 'es were'}"
             raise UserError(
                 f"dp_replicate({self.dp_replicate}) * dp_shard({self.dp_shard}) * cp({self.cp})"
-                f" * tp({self.tp}) = {others * self.dp_shard}, but {self._processes()} started:"
+                f" * tp({self.tp}) = {others * self.dp_shard}, but {started} started:"
                 " change parallel.* or --nproc_per_node"
             )
-
-    def _processes(self) -> str:
-        return "1 process was" if self.world_size == 1 else f"{self.world_size} processes were"
 
     @property
     def batch_size(self) -> int:

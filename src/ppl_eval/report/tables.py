@@ -68,8 +68,12 @@ def describe_run(content: Mapping[str, Any]) -> str:
     """What was measured and how: the lines above the table."""
     protocol, counts, environment = content["protocol"], content["counts"], content["environment"]
     skipped = counts["not_scored"]
-    performance = content["performance"]
+    performance, config = content["performance"], content["config"]
+    dataset = config["dataset"]
+    checkpoint = config["checkpointer"].get("checkpoint_dir", "")
     lines = [
+        ("model", f"{config['model']['_component_']} {checkpoint}".rstrip()),
+        ("text", _some_of(dataset.get("data_files") or dataset.get("source")) or "(a component)"),
         ("protocol", describe_protocol(protocol)),
         (
             "scored",
@@ -86,6 +90,12 @@ def describe_run(content: Mapping[str, Any]) -> str:
         ("speed", f"{performance['tokens_per_s']:,.0f} scored tokens/s"),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _some_of(files: Any) -> str:
+    if isinstance(files, list):
+        return ", ".join(files[:2]) + (f" and {len(files) - 2} more" if len(files) > 2 else "")
+    return files or ""
 
 
 def describe_protocol(protocol: Mapping[str, Any]) -> str:
