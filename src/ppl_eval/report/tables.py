@@ -73,7 +73,10 @@ def describe_run(content: Mapping[str, Any]) -> str:
     checkpoint = config["checkpointer"].get("checkpoint_dir", "")
     lines = [
         ("model", f"{config['model']['_component_']} {checkpoint}".rstrip()),
-        ("text", _some_of(dataset.get("data_files") or dataset.get("source")) or "(a component)"),
+        (
+            "text",
+            _some_of(dataset.get("data_files") or dataset.get("source")) or dataset["_component_"],
+        ),
         ("protocol", describe_protocol(protocol)),
         (
             "scored",
