@@ -54,8 +54,8 @@ class ParallelDims:
             if self.world_size % others:
                 raise UserError(
                     f"dp_replicate({self.dp_replicate}) * cp({self.cp}) * tp({self.tp}) = {others}"
-                    f" does not divide the number of processes, {self.world_size}, so no dp_shard fits:"
-                    " change parallel.* or --nproc_per_node"
+                    f" does not divide the number of processes, {self.world_size}, so no"
+                    " dp_shard fits: change parallel.* or --nproc_per_node"
                 )
             object.__setattr__(self, "dp_shard", self.world_size // others)
         if others * self.dp_shard != self.world_size:
