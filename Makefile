@@ -21,7 +21,7 @@ test: dev  ## all tests
 check: dev  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
