@@ -4,9 +4,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# torchao 0.15 says on import that it skips its C++ extensions with a torch newer than 2.9
-export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
-
 .PHONY: eval test check install dev clean
 
 eval: install  ## measure the embedded student and its teacher on two processes

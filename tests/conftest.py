@@ -8,7 +8,6 @@ import pytest
 from ppl_eval.shipped import embedded_path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 
 
 def _from_env(variable: str, name: str) -> Path:

@@ -113,4 +113,7 @@ def test_an_installation_works_from_any_folder(fresh, source, wheel, tmp_path, h
     )
     content = json.loads((elsewhere / "out/tiny_ppl_eval/results.json").read_text())
     assert content["counts"]["documents"] == 20
+    processes = "--nproc_per_node 4 " if how == "wheel" else ""
+    expected = f"tune run {processes}ppl_eval --config {config} max_documents=20"
+    assert content["command"] == expected
     assert content["environment"]["num_processes"] == (4 if how == "wheel" else 1)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ppl_eval.shipped import recipe_path
+
 _PACKAGES = ("ppl_eval", "torch", "torchtune", "torchao", "datasets", "tokenizers", "omegaconf")
 
 
@@ -41,9 +43,9 @@ def command(argv: Sequence[str], num_processes: int, local_num_processes: int) -
         launcher += ["--nproc_per_node", str(local_num_processes)]
     if num_processes > local_num_processes:
         launcher += ["--nnodes", str(num_processes // local_num_processes)]
-    script = Path(argv[0]).with_suffix("")
-    if script.name in ("ppl_eval", "__main__"):  # started as `ppl_eval` or `-m ppl_eval`
+    script = Path(argv[0])
+    if script.resolve() == recipe_path() or script.name == "ppl_eval":
         recipe = "ppl_eval"
     else:  # tune takes a path from the current folder
-        recipe = Path(os.path.relpath(script)).as_posix()
+        recipe = Path(os.path.relpath(script.with_suffix(""))).as_posix()
     return shlex.join([*launcher, recipe, *argv[1:]])
