@@ -6,21 +6,13 @@
 runs it, with the same configs.
 """
 
-import dataclasses
-import logging
-import os
-import sys
-from typing import Any
-
-import torch
-from omegaconf import OmegaConf
-from torchtune.recipe_interfaces import EvalRecipeInterface
-
-from ppl_eval import components, evaluation
+# ppl_eval comes before torchtune: it keeps a notice of torchao's off the terminal
+from ppl_eval import components, evaluation, launch
 from ppl_eval.config import EvalConfig, parse
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.protocol import document_protocol
 from ppl_eval.model import checkpoint
+from ppl_eval.model.agree import check_against_config
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
@@ -30,6 +22,16 @@ from ppl_eval.report import environment, tables
 from ppl_eval.report.output import make_output_dir
 from ppl_eval.report.progress import ProgressBar, Timer
 from ppl_eval.report.results import results, write_results
+
+import dataclasses
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torchtune.recipe_interfaces import EvalRecipeInterface
 
 logger = logging.getLogger("ppl_eval")
 
@@ -50,8 +52,10 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
 
     def __init__(self, cfg: EvalConfig) -> None:
         self.cfg = cfg
-        self.ranks = process_group.Ranks.from_env()
-        self.device = process_group.pick_device(cfg.device, self.ranks.local_rank)
+        self.ranks = launch.Ranks.from_env()
+        self.device = process_group.pick_device(
+            cfg.device, self.ranks.local_rank, self.ranks.world_size
+        )
         self.dtype = process_group.pick_dtype(cfg.dtype, self.device)
         self.dims = ParallelDims(
             dp_replicate=cfg.parallel.dp_replicate,
@@ -76,11 +80,15 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         with self.timer.phase("data"):
             self.checkpointer = checkpoint.complete_checkpointer(cfg.checkpointer)
             self.model = build_on_meta(cfg.model, self.dtype)
+            check_against_config(self.model, self.checkpointer)
             self.workload = self.prepare(cfg)
+            if self.ranks.rank == 0:
+                self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
+                components.need(
+                    self.metric_logger, "metric_logger", "log_dict", "log_config", "close"
+                )
+                self.fingerprints = self.identify()
         self.log_plan()
-        if self.ranks.rank == 0:
-            self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
-            self.metric_logger.log_config(OmegaConf.structured(cfg))
         with self.timer.phase("load"):
             state = self.load_checkpoint(self.checkpointer)
             if self.meshes is not None:
@@ -91,6 +99,8 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                     reshard_after_forward=cfg.parallel.reshard_after_forward,
                 )
             self.checkpoint_dtype = checkpoint.load_into(self.model, state, self.device)
+        if self.metric_logger is not None:
+            self.metric_logger.log_config(OmegaConf.structured(cfg))
 
     def prepare(self, cfg: EvalConfig) -> evaluation.Workload:
         """Documents, windows and batches: the same on every rank."""
@@ -169,9 +179,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         num_scored = int(workload.windows.num_scored.sum())
         return {
             "command": environment.command(
-                sys.argv,
-                self.ranks.world_size,
-                int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size)),
+                sys.argv, self.ranks.world_size, self.ranks.local_world_size
             ),
             "protocol": dataclasses.asdict(workload.protocol),
             "performance": {
@@ -189,13 +197,17 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 "checkpoint_dtype": self.checkpoint_dtype,
             },
             "config": dataclasses.asdict(self.cfg),
-            "fingerprints": {
-                "data": workload.corpus.fingerprint,
-                "tokenizer": tokenizers.fingerprint(self.tokenizer),
-                "model": checkpoint.fingerprint(self.checkpointer, self.cfg.model),
-                "protocol": workload.protocol.fingerprint,
-                "plan": workload.plan.fingerprint,
-            },
+            "fingerprints": self.fingerprints,
+        }
+
+    def identify(self) -> dict[str, str]:
+        """Fingerprints of all that the number depends on."""
+        return {
+            "data": self.workload.corpus.fingerprint,
+            "tokenizer": tokenizers.fingerprint(self.tokenizer),
+            "model": checkpoint.fingerprint(self.checkpointer, self.cfg.model),
+            "protocol": self.workload.protocol.fingerprint,
+            "plan": self.workload.plan.fingerprint,
         }
 
     def log_plan(self) -> None:

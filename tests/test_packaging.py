@@ -1,7 +1,10 @@
 """pip install ., -e . and a wheel, each in a fresh environment and used from another folder."""
 
+import ast
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -83,6 +86,22 @@ def test_the_wheel_holds_recipes_configs_and_models_and_stays_small(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ppl_eval"}
     embedded = [i for i in zipfile.ZipFile(wheel).infolist() if "/embedded/" in i.filename]
     assert sum(i.file_size for i in embedded) < 6e6
+
+
+def test_what_is_imported_is_declared(source):
+    """The fresh environments borrow packages, so they would not miss one."""
+    names = set()
+    for file in [*source.glob("src/**/*.py"), *source.glob("recipes/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(str(node.module).split(".")[0])
+    foreign = names - set(sys.stdlib_module_names) - {"ppl_eval"}
+    required = importlib.metadata.requires("ppl_eval") or []
+    declared = {re.match(r"[\w-]+", line)[0].lower() for line in required if "extra" not in line}
+    owners = importlib.metadata.packages_distributions()
+    assert {owner.lower() for name in foreign for owner in owners[name]} <= declared
 
 
 @pytest.mark.parametrize("how", ["wheel", "editable", "folder"])

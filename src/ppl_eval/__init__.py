@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppl_eval.data.corpus import Document
+    from ppl_eval.data.documents import Document
     from ppl_eval.errors import UserError
     from ppl_eval.evaluation import Evaluation, evaluate
     from ppl_eval.metrics.perplexity import Perplexity
@@ -19,7 +19,7 @@ __version__ = version("ppl_eval")
 __all__ = ["Document", "Evaluation", "Perplexity", "UserError", "__version__", "evaluate"]
 
 _HOME = {
-    "Document": "ppl_eval.data.corpus",
+    "Document": "ppl_eval.data.documents",
     "Evaluation": "ppl_eval.evaluation",
     "Perplexity": "ppl_eval.metrics.perplexity",
     "UserError": "ppl_eval.errors",

@@ -1,7 +1,9 @@
 """``ppl-eval``: what goes on around a run. The run itself is ``tune run ppl_eval``."""
 
 import argparse
+import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,15 @@ from ppl_eval.errors import UserError
 def main() -> None:
     """Entry point of the ``ppl-eval`` command."""
     args = _parser().parse_args()
-    launch.guarded(lambda: args.run(args))
+    launch.guarded(lambda: _run(args), alone=True)
+
+
+def _run(args: argparse.Namespace) -> None:
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `ppl-eval ls | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,9 +76,9 @@ def _cp(name: str, destination: Path, *, keep: bool, make_parents: bool) -> None
     if keep and destination.exists():
         print(f"{destination} is there already and was left as it is")
         return
-    if make_parents:
-        destination.parent.mkdir(parents=True, exist_ok=True)
     try:
+        if make_parents:
+            destination.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, destination)
     except OSError as error:
         hint = "" if destination.parent.is_dir() else "; --make-parents creates the folder"

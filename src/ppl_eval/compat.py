@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ppl_eval.components import describe
 from ppl_eval.errors import UserError
 
 
@@ -40,18 +41,27 @@ def load_model_state(checkpointer: Any) -> dict[str, Any]:
     """``checkpointer.load_checkpoint()["model"]``: torchtune's names -> full tensors.
 
     Raises:
-        UserError: a file that cannot be read, or a tensor that torchtune's key maps do not know,
-            which torchtune reports by a bare ``Exception``.
+        UserError: whatever the checkpointer raises. torchtune reports a tensor that its key maps
+            do not know by a bare ``Exception``.
     """
     try:
         return checkpointer.load_checkpoint()["model"]
     except Exception as error:
-        if type(error) is Exception or isinstance(error, OSError | ValueError | KeyError):
-            reason = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
+        raise UserError(f"the checkpoint cannot be loaded: {describe(error)}") from error
+
+
+def refuse_wrong(model: nn.Module) -> None:
+    """Refuse what torchtune 0.6.1 computes wrongly.
+
+    Raises:
+        UserError: Gemma 2, whose final soft cap is put on the hidden states instead of the logits.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Gemma2FinalNorm":
             raise UserError(
-                f"the checkpoint cannot be loaded: {' '.join(reason.split())}"
-            ) from error
-        raise
+                "torchtune 0.6.1 caps Gemma 2's hidden states where the model caps its logits, so"
+                " its loss is wrong: Gemma 2 is not evaluated yet"
+            )
 
 
 def rebuild_rope(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ppl_eval.errors import UserError
 
 
-def find(path: str, key: str) -> Callable[..., Any]:
+def find(path: Any, key: str) -> Callable[..., Any]:
     """Import the object behind a dotted path; the current folder is searched as well.
 
     Args:
@@ -21,6 +22,8 @@ def find(path: str, key: str) -> Callable[..., Any]:
     Raises:
         UserError: no such module, or no such name in it.
     """
+    if not isinstance(path, str):
+        raise UserError(f"{key}._component_ is {path!r}, but it is an import path")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     parts = path.split(".")
@@ -84,7 +87,37 @@ def argument_names(node: Mapping[str, Any], key: str) -> list[str]:
 
 
 def build(node: Mapping[str, Any], key: str, **more: Any) -> Any:
-    """Call the component with its arguments, ``more`` taking precedence."""
+    """Call the component with its arguments, ``more`` taking precedence.
+
+    Raises:
+        UserError: whatever the component raises: it is the user's choice, and so are its arguments.
+            With ``log_level: DEBUG`` its traceback is shown.
+    """
     component = find(node["_component_"], key)
     arguments = {name: value for name, value in node.items() if name != "_component_"}
-    return component(**{**arguments, **more})
+    try:
+        return component(**{**arguments, **more})
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{key} ({node['_component_']}) fails: {describe(error)}") from error
+
+
+def need(built: Any, key: str, *names: str) -> None:
+    """Refuse an object that a component gave and that lacks one of ``names``.
+
+    Raises:
+        UserError: naming what is missing.
+    """
+    for name in names:
+        if not hasattr(built, name):
+            raise UserError(f"{key} ({type(built).__name__}) has no {name}")
+
+
+def describe(error: BaseException) -> str:
+    """An exception and its cause in one line of readable length."""
+    text = f"{type(error).__name__}: {error}"
+    if error.__cause__ is not None:
+        text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
+    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppl_eval import components, launch, shipped
+from ppl_eval import compat, components, launch, shipped
 from ppl_eval.errors import UserError
+
+compat.quiet()
 
 _DEFAULT_LOGGER = {
     "_component_": "torchtune.training.metric_logging.DiskLogger",
@@ -116,6 +119,8 @@ def load(args: Sequence[str]) -> EvalConfig:
     )
     parser.add_argument("--config", required=True, metavar="NAME_OR_PATH")
     known, overrides = parser.parse_known_args(args)
+    if "log_level=DEBUG" in overrides:  # also for what is wrong with the config itself
+        launch.set_log_level("DEBUG")
     path = shipped.config_path(known.config)
     config = to_config(override(read_yaml(path), overrides))
     launch.set_log_level(config.log_level)
@@ -258,6 +263,7 @@ def _check_values(config: EvalConfig) -> None:
                 f"parallel.{name} is {getattr(config.parallel, name)}, but only dp_replicate and"
                 f" dp_shard are built so far: set parallel.{name}=1"
             )
+    one_of("protocol.name", config.protocol.name, ("document",))
     one_of("dtype", config.dtype, ("fp32", "bf16", "fp16"))
     one_of("logits_dtype", config.logits_dtype, ("fp32", "model"))
     one_of("process_group.backend", config.process_group.backend, ("auto", "gloo", "nccl"))
@@ -266,9 +272,21 @@ def _check_values(config: EvalConfig) -> None:
     at_least("max_tokens_per_batch", config.max_tokens_per_batch, 1)
     at_least("max_documents", config.max_documents, 1)
     at_least("log_every_n_steps", config.log_every_n_steps, 1)
+    at_least("seed", config.seed, 0)
+    if config.seed >= 2**63:
+        raise UserError(f"seed is {config.seed}, but it is below 2**63")
+    _check_finite(dataclasses.asdict(config), "")
     for key in COMPONENTS:
         if not getattr(config, key).get("_component_"):
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
+
+
+def _check_finite(node: Any, key: str) -> None:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            _check_finite(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, float) and not math.isfinite(node):
+        raise UserError(f"{key} is {node}, but it is a finite number")
 
 
 def _fill_in_checkpointer(node: dict[str, Any]) -> None:

@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ppl_eval.data.batch import collate
-from ppl_eval.data.corpus import as_documents
-from ppl_eval.data.encode import EncodedCorpus, encode_corpus
+from ppl_eval.data.documents import as_documents
+from ppl_eval.data.encode import EncodedCorpus, check_ids, encode_corpus
 from ppl_eval.data.plan import Plan, make_plan
 from ppl_eval.data.protocol import DocumentProtocol, Windows, document_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
+from ppl_eval.parallel.shard import reshard
 from ppl_eval.report.results import Summary, summarise
-from ppl_eval.score.head import score
+from ppl_eval.score.head import score, unwrapped
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def prepare(
 
     Args:
         tokenizer: the model's.
-        documents: texts, :class:`~ppl_eval.data.corpus.Document` objects, mappings with ``text``,
-            or a ``text_corpus``; the same on every rank.
+        documents: texts, mappings with ``text``, ``Document`` objects, or a ``text_corpus``; the
+            same on every rank.
         protocol: makes the windows.
         max_tokens_per_batch: input positions of a batch at most, padding included.
         max_documents: take the first N documents.
@@ -98,6 +100,9 @@ def prepare(
         UserError: a bad row, an empty corpus, or one in which no token has any context.
     """
     rows = as_documents(documents, max_documents)
+    if vocab_size is not None:
+        check_ids([protocol.bos_id], vocab_size, "the tokenizer's BOS")
+        check_ids([protocol.eos_id], vocab_size, "the tokenizer's EOS")
     corpus = encode_corpus(rows, tokenizer, vocab_size=vocab_size, group=group)
     windows = protocol.windows(corpus.num_tokens)
     if len(windows) == 0:
@@ -141,11 +146,12 @@ def run(
     """
     windows, plan = workload.windows, workload.plan
     num_steps = plan.num_steps(num_batch_ranks)
+    num_scored = np.cumsum([windows.num_scored[numbers].sum() for numbers in plan.batches])
     ledger = Ledger(len(windows), device)
     running = Perplexity(device)
-    scored_by_batch = [int(windows.num_scored[numbers].sum()) for numbers in plan.batches]
     was_training = model.training
     model.eval()
+    reshard(model)
     try:
         # no_grad, not inference_mode: that would leave FSDP buffers that later training trips over
         with torch.no_grad():
@@ -164,10 +170,11 @@ def run(
                 if (step + 1) % check_every == 0 or step + 1 == num_steps:
                     _raise_if_not_finite(ledger, workload)
                 if on_step is not None:
-                    num_scored = sum(scored_by_batch[: (step + 1) * num_batch_ranks])
-                    on_step(Progress(step + 1, num_steps, num_scored, running))
+                    last = min((step + 1) * num_batch_ranks, len(num_scored)) - 1
+                    on_step(Progress(step + 1, num_steps, int(num_scored[last]), running))
     finally:
         model.train(was_training)
+        reshard(model)
     ledger.assemble(loss_group)
     return Evaluation(workload, ledger, summarise(workload.corpus, windows, ledger))
 
@@ -263,7 +270,7 @@ def check_window(model: nn.Module, max_seq_len: int) -> None:
     Raises:
         UserError: naming both lengths.
     """
-    limit = getattr(getattr(model, "module", model), "max_seq_len", None)
+    limit = getattr(unwrapped(model), "max_seq_len", None)
     if limit is not None and max_seq_len > limit:
         raise UserError(
             f"protocol.max_seq_len is {max_seq_len}, but the model reads at most {limit} tokens"
@@ -273,7 +280,7 @@ def check_window(model: nn.Module, max_seq_len: int) -> None:
 
 def vocab_size_of(model: nn.Module) -> int | None:
     """Rows of a decoder's embedding, or None for other modules."""
-    embedding = getattr(getattr(model, "module", model), "tok_embeddings", None)
+    embedding = getattr(unwrapped(model), "tok_embeddings", None)
     return getattr(embedding, "num_embeddings", None)
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -25,20 +26,36 @@ _SHOWN = "ppl_eval/shown"
 _WAIT_FOR_FIRST = timedelta(seconds=10)
 
 
-def world_size_from_env() -> int:
-    """Number of processes that the launcher started: torchrun's ``WORLD_SIZE``, 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands, as its launcher says (torchrun's environment variables)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_env(cls) -> "Ranks":
+        """Rank 0 of 1 when nothing launched us."""
+        env = os.environ
+        world_size = int(env.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            world_size=world_size,
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
+        )
 
 
 def set_log_level(level: str) -> None:
     """Show our log from ``level`` up: on stderr, from rank 0; other ranks only at DEBUG."""
     logger.handlers = [logging.StreamHandler()]
     logger.propagate = False
-    first_rank = os.environ.get("RANK", "0") == "0"
-    logger.setLevel(level if first_rank or level == "DEBUG" else logging.ERROR)
+    logger.setLevel(level if Ranks.from_env().rank == 0 or level == "DEBUG" else logging.ERROR)
 
 
-def guarded(main: Callable[[], None]) -> None:
+def guarded(main: Callable[[], None], *, alone: bool = False) -> None:
     """Run ``main`` and turn any exception into one message and a non-zero exit of this process.
 
     A :class:`UserError` is shown as a sentence, anything else as a traceback, in both cases only by
@@ -46,35 +63,42 @@ def guarded(main: Callable[[], None]) -> None:
 
     Args:
         main: what to run. Its return value is ignored.
+        alone: this process has no peers, whatever the environment says.
 
     Raises:
         SystemExit: with code 1 after an error and 130 after Ctrl-C, when this is the only process.
             With several, the process ends without running destructors, which could wait for peers
             that are gone.
     """
-    store = _connect()
+    alone = alone or Ranks.from_env().world_size == 1
+    store = None
     try:
+        store = None if alone else _connect()
         main()
     except KeyboardInterrupt:
-        _report(store, "ppl_eval: interrupted; nothing was written")
-        _leave(130)
+        _report(store, "ppl_eval: interrupted; no results were written")
+        _leave(130, alone)
     except UserError as error:
         debug = logger.isEnabledFor(logging.DEBUG)
         _report(store, traceback.format_exc() if debug else f"ppl_eval: error: {error}")
-        _leave(1)
+        _leave(1, alone)
     except Exception:  # noqa: BLE001  (the boundary: whatever it is, it is shown once)
-        rank = f" on rank {os.environ['RANK']}" if world_size_from_env() > 1 else ""
+        rank = "" if alone else f" on rank {Ranks.from_env().rank}"
         _report(store, f"ppl_eval: unexpected error{rank}\n{traceback.format_exc()}")
-        _leave(1)
+        _leave(1, alone)
 
 
-def _connect() -> "Store | None":
+def _connect() -> "Store":
     """The launcher's store, for ranks to agree before any process group exists."""
-    if world_size_from_env() == 1:
-        return None
     from torch.distributed.rendezvous import rendezvous
 
-    store, _, _ = next(rendezvous("env://"))
+    try:
+        store, _, _ = next(rendezvous("env://"))
+    except ValueError as error:
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {error}: start the processes by"
+            " `tune run --nproc_per_node N` or torchrun"
+        ) from error
     return store
 
 
@@ -104,8 +128,8 @@ def _show(message: str) -> None:
     print(message.rstrip(), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _leave(code: int) -> None:
-    if world_size_from_env() == 1:
+def _leave(code: int, alone: bool) -> None:
+    if alone:
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

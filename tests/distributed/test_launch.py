@@ -85,7 +85,23 @@ def test_debug_shows_every_traceback(tmp_path):
 def test_an_interrupt_is_one_line(tmp_path, num_processes):
     codes, errors = launch(num_processes, "raise KeyboardInterrupt", tmp_path)
     assert codes == [130] * num_processes
-    assert "".join(errors) == "ppl_eval: interrupted; nothing was written\n"
+    assert "".join(errors) == "ppl_eval: interrupted; no results were written\n"
+
+
+def test_a_world_without_a_launcher(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from ppl_eval.launch import guarded\nguarded(lambda: None)\n")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**env, "WORLD_SIZE": "2", "RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("ppl_eval: error: WORLD_SIZE is 2, but")
+    assert done.stderr.count("\n") == 1
 
 
 def test_without_an_error_nothing_is_said(tmp_path):

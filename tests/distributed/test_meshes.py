@@ -67,6 +67,49 @@ def test_every_dp_mesh_gives_the_same_bits(alone, tied, world_size, dp_replicate
         assert num_scored == sum(len(text.encode()) for text in texts(count))
 
 
+def train_between(rank):
+    """An evaluation, a change of the shards, and another one; then the same change first."""
+    found = []
+    for change_first in (False, True):
+        model = sharp_llama(259)
+        meshes = ParallelDims(world_size=2).build_mesh("cpu")
+        shard_decoder(model, model.layers, meshes.fsdp)
+        if not change_first:
+            evaluate(model, ByteTokenizer(), texts(4), max_seq_len=32)
+        with torch.no_grad():
+            model.output.weight.mul_(0.5)
+        after = evaluate(model, ByteTokenizer(), texts(4), max_seq_len=32)
+        found.append(after.summary.total.nll_nats_sum)
+        assert type(model.output.weight.data).__name__ == "DTensor"
+    loss = model(torch.tensor([[5, 6, 7]])).sum()
+    loss.backward()
+    evaluate(model, ByteTokenizer(), texts(4), max_seq_len=32)
+    torch.optim.SGD(model.parameters(), lr=1e-9).step()
+    model(torch.tensor([[5, 6, 7]])).sum().backward()
+    return found
+
+
+def test_an_evaluation_in_a_training_loop_reads_the_weights_of_now():
+    for stale, fresh in run_on_ranks(2, train_between):
+        assert stale == fresh
+
+
+def first_documents(rank):
+    found = []
+    for documents, limit in ((texts(9), 3), (texts(3), None)):
+        result = evaluate(
+            sharp_llama(259), ByteTokenizer(), documents, max_seq_len=32, max_documents=limit
+        )
+        found.append(list(result.summary.documents.rows()))
+    return found
+
+
+def test_the_first_documents_are_the_corpus_s_not_each_ranks():
+    """B4 on two ranks: max_documents: 3 means documents 0, 1 and 2 of the whole."""
+    for limited, alone in run_on_ranks(2, first_documents):
+        assert limited == alone
+
+
 def coordinates(rank, degrees):
     meshes = ParallelDims(**degrees, world_size=dist.get_world_size()).build_mesh("cpu")
     names = ("batch", "fsdp", "loss", "cp", "tp")

@@ -284,7 +284,45 @@ mistakes = {
         ["checkpointer.model_type=LAMA"],
         "model_type is 'LAMA', but it is one of",
     ),
-    "wrong model argument": (["model.num_heads=7"], "cannot be built: num_heads"),
+    "another family": (
+        ["checkpointer.model_type=QWEN2"],
+        "is of a llama, but .*model_type is QWEN2",
+    ),
+    "other heads": (
+        ["model.num_heads=4", "model.num_kv_heads=2"],
+        "has num_attention_heads 8, but the model section builds 4",
+    ),
+    "another rotary base": (["model.rope_base=500000"], "rope_theta 10000, but .* builds 500000"),
+    "another epsilon": (["model.norm_eps=0.1"], "rms_norm_eps 1e-05, but .* builds 0.1"),
+    "quantised weights": (
+        rewrite(lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})),
+        "norm.scale is int8 in the checkpoint: quantised weights are not evaluated",
+    ),
+    "no checkpoint": (["checkpointer.checkpoint_dir=null"], "path is None|checkpoint_dir is None"),
+    "a checkpoint that is a number": (["checkpointer.checkpoint_dir=5"], "checkpoint_dir is 5"),
+    "a config.json that is a list": (
+        spoil(lambda folder: (folder / "config.json").write_text("[]")),
+        "config.json holds a list",
+    ),
+    "training state": (["checkpointer.should_load_recipe_state=true"], "is True, but only full"),
+    "no protocol": (["protocol.name=sliding"], "protocol.name is 'sliding', but it is one of"),
+    "no size": (["model.vocab_size=-1"], r"model \(torchtune.*\) fails: "),
+    "a decoder that is none": (["model=builtins.dict"], "is a dict, but only text decoders"),
+    "a tokenizer that is none": (
+        ["tokenizer=builtins.dict", "~tokenizer.path"],
+        r"tokenizer \(dict\) has no encode",
+    ),
+    "a logger that is none": (
+        ["metric_logger=builtins.dict", "~metric_logger.log_dir"],
+        r"metric_logger \(dict\) has no log_dict",
+    ),
+    "logs nowhere": (["metric_logger.log_dir=null"], r"metric_logger \(.*DiskLogger\) fails: "),
+    "logs under a file": (["metric_logger.log_dir=afile/logs"], "fails: NotADirectoryError"),
+    "a logger that is not installed": (
+        ["metric_logger=torchtune.training.metric_logging.CometLogger", "~metric_logger.log_dir"],
+        r"metric_logger \(.*CometLogger\) fails: ImportError",
+    ),
+    "wrong model argument": (["model.num_heads=7"], "fails: ValueError: num_heads"),
     "window too long": (
         ["protocol.max_seq_len=300"],
         "max_seq_len is 300, but the model reads at most 256 tokens",
@@ -344,6 +382,33 @@ def test_an_earlier_result_survives_a_run_that_fails(tune, student):
     code, _, _ = tune("max_documents=3", "checkpointer.checkpoint_dir=nowhere")
     assert code == 1
     assert Path("out/tiny_ppl_eval/results.json").read_bytes() == before
+
+
+def test_eos_stride_and_bos_reach_the_protocol(tune, held_out):
+    tune("max_documents=30")
+    plain = results()["counts"]
+    tune("max_documents=30", "protocol.add_eos=true")
+    with_eos = results()
+    assert with_eos["counts"]["scored_tokens"] == plain["scored_tokens"] + 30
+    assert with_eos["protocol"]["eos_id"] == 2
+    tune("max_documents=30", "protocol.add_bos=false", "protocol.stride=100")
+    without_bos = results()["counts"]
+    assert without_bos["scored_tokens"] == plain["scored_tokens"] - 30
+    assert without_bos["not_scored"]["no_context"] == 30
+
+
+def test_results_are_written_both_or_not_at_all(tune, tmp_path):
+    import numpy as np
+
+    from ppl_eval.report.results import DocumentTable, write_results
+
+    number = np.asarray([1])
+    for nll, content in ((1.0, {"bad": math.nan}), (math.nan, {"good": 1.0})):
+        nlls = np.asarray([nll])
+        table = DocumentTable([(None, None)], number, number, nlls, number, number, number)
+        with pytest.raises(ValueError, match="JSON"):
+            write_results(tmp_path, content, table)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_defect_shows_its_traceback(tune, monkeypatch):

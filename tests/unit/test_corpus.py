@@ -2,12 +2,13 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
 from ppl_eval import Document, UserError
 from ppl_eval.data import text_corpus
-from ppl_eval.data.corpus import as_documents, labels
+from ppl_eval.data.documents import as_documents, labels
 
 pytestmark = pytest.mark.usefixtures("hf_cache")
 
@@ -89,6 +90,42 @@ def test_a_local_path_as_source(write, tmp_path):
     file = write("texts/a.txt", "a\n")
     assert texts(text_corpus(file)) == ["a"]
     assert texts(text_corpus(str(folder))) == ["a"]
+
+
+def test_a_local_folder_is_read_as_its_files_are(write, tmp_path):
+    (tmp_path / "f").mkdir()
+    write("f/a.txt", "\ufeffone\ntwo\n")
+    assert texts(text_corpus(str(tmp_path / "f"), unit="file")) == ["one\ntwo\n"]
+    (tmp_path / "c").mkdir()
+    write("c/test.csv", "text,id\nNA,007\n")
+    corpus = text_corpus(str(tmp_path / "c"))
+    assert list(corpus) == [Document("NA", "007")]
+
+
+def test_a_rewritten_file_with_the_same_time_is_read_anew(write, tmp_path):
+    file = write("a.txt", "aaa\n")
+    os.utime(file, (1, 1))
+    assert texts(text_corpus(data_files=file)) == ["aaa"]
+    write("a.txt", "bbb\n")
+    os.utime(file, (1, 1))
+    assert texts(text_corpus(data_files=file)) == ["bbb"]
+
+
+def test_a_name_may_hold_brackets(write):
+    assert texts(text_corpus(data_files=write("w[1].txt", "a\n"))) == ["a"]
+
+
+def test_no_domain_on_request(write):
+    file = write("a.jsonl", '{"text": "a", "domain": "d"}\n')
+    assert text_corpus(data_files=file)[0].domain == "d"
+    assert text_corpus(data_files=file, domain_column="")[0].domain is None
+
+
+def test_indices_and_slices(write):
+    corpus = text_corpus(data_files=write("a.txt", "a\nb\nc\n"))
+    assert (corpus[0].text, corpus[-1].text, len(corpus[1:])) == ("a", "c", 2)
+    with pytest.raises(IndexError):
+        _ = corpus[3]
 
 
 def test_the_first_documents_only(write):
@@ -177,6 +214,31 @@ def test_missing_files_and_sources_ask_no_hub():
         text_corpus()
     with pytest.raises(UserError, match="unit is 'page'"):
         text_corpus(data_files="x.txt", unit="page")
+    with pytest.raises(UserError, match="source is 'mine/set' and data_files is"):
+        text_corpus("mine/set", data_files=__file__)
+
+
+wrong_arguments = [
+    ({"column": None}, "dataset.column is None"),
+    ({"column": ""}, "dataset.column is ''"),
+    ({"data_files": 5}, "dataset.data_files is 5"),
+    ({"data_files": [5]}, r"dataset.data_files is \[5\]"),
+    ({"source": 5}, "dataset.source is 5"),
+    ({"source": ""}, "dataset.source is ''"),
+    ({"data_files": "."}, "dataset.data_files is '.', but that is a folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), wrong_arguments)
+def test_arguments_of_the_wrong_kind(arguments, message):
+    with pytest.raises(UserError, match=message):
+        text_corpus(**arguments)
+
+
+def test_a_bad_file_is_not_reported_by_datasets_as_well(write, capfd):
+    with pytest.raises(UserError):
+        text_corpus(data_files=write("a.jsonl", '{"text": "a"}\n{"text'))
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("row", [5, None, {"body": "x"}, {"text": None}])

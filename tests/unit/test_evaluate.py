@@ -46,7 +46,7 @@ def test_uniform_and_certain_models():
     assert result.perplexity == 1.0
 
 
-def test_an_untrained_window_is_compared_with_the_loop(bytes_model):
+def test_any_batch_size_equals_the_loop(bytes_model):
     """A1, F6: 7 documents of several lengths, any batch size: one count and one NLL."""
     tokenizer = ByteTokenizer()
     ids = [tokenizer.encode(text, False, False) for text in TEXTS]
@@ -223,6 +223,35 @@ def test_a_loss_that_is_no_number_names_document_and_window(value):
     message = r"loss is (nan|inf|-inf) in document 1 \(id 'bad'\), tokens 8 to 13"
     with pytest.raises(UserError, match=message):
         evaluate(BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=8)
+
+
+@pytest.mark.parametrize("one", ["hello", {"text": "hello"}, b"hello", 5, ppl_eval.Document("a")])
+def test_one_text_is_no_list_of_documents(bytes_model, one):
+    with pytest.raises(UserError, match="the documents are one "):
+        evaluate(bytes_model, ByteTokenizer(), one, max_seq_len=8)
+
+
+def test_half_a_surrogate_pair_is_no_text(bytes_model):
+    with pytest.raises(UserError, match="document 1 holds half a surrogate pair at character 1"):
+        evaluate(bytes_model, ByteTokenizer(), ["a", "b\ud800"], max_seq_len=8)
+
+
+@pytest.mark.parametrize("special", [{"bos_id": 259}, {"eos_id": 700}, {"bos_id": -1}])
+def test_a_special_token_outside_the_model_is_named(bytes_model, special):
+    with pytest.raises(UserError, match="tokenizer's (BOS|EOS) has the token id .* 259 rows"):
+        evaluate(bytes_model, ByteTokenizer(**special), ["a"], max_seq_len=8, add_eos=True)
+
+
+def test_an_object_that_is_no_tokenizer(bytes_model):
+    with pytest.raises(UserError, match=r"tokenizer \(int\) has no encode"):
+        evaluate(bytes_model, 5, ["a"], max_seq_len=8)
+
+
+def test_labels_of_any_type_are_kept_as_text(bytes_model):
+    rows = [{"text": "ab", "id": 2.5, "domain": 1}, {"text": "cd", "domain": "x"}]
+    summary = evaluate(bytes_model, ByteTokenizer(), rows, max_seq_len=8).summary
+    assert list(summary.domains) == ["1", "x"]
+    assert [row["id"] for row in summary.documents.rows()] == ["2.5", None]
 
 
 def test_training_mode_and_gradients_are_as_before(bytes_model):

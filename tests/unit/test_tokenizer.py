@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ppl_eval import UserError
 from ppl_eval.data import hf_tokenizer
-from ppl_eval.data.tokenizer import fingerprint, wants_bos
+from ppl_eval.data.tokenizer import fingerprint, text_encoder, wants_bos
 from ppl_eval.shipped import embedded_path
 
 
@@ -108,6 +108,13 @@ def test_bad_folders_are_named(tmp_path, folder):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="tokenizer_config.json is not readable JSON"):
         hf_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match="holds a list, but it is a mapping"):
+        hf_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match="bos_token is 5, but tokenizer.json has no such token"):
+        hf_tokenizer(folder({"bos_token": 5}))
+    with pytest.raises(UserError, match="tokenizer.path is None, but it is"):
+        hf_tokenizer(None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="tokenizer.json is not a readable tokenizer"):
         hf_tokenizer(str(tmp_path))
@@ -146,8 +153,43 @@ def test_torchtune_datasets_accept_it(folder, tmp_path):
     ids = tokenizer.encode("hi", True, False) + tokenizer.encode("yo", False, True)
     assert sample["tokens"] == ids
     assert sample["labels"] == [-100, -100, -100, *ids[3:]]
-    long = [{"from": "human", "value": "x" * 50}, {"from": "gpt", "value": "yo"}]
-    chat.write_text(json.dumps({"conversations": long}) + "\n")
+
+
+def test_bos_is_known_without_tokenizer_config(folder, tmp_path):
+    """What tokenizer.json itself puts before a text is a BOS, whatever the other file lacks."""
+    assert hf_tokenizer(folder(None, adds_bos=True)).bos_id == 1
+    tokenizer = hf_tokenizer(folder({"eos_token": "</s>"}, adds_bos=True))
+    assert (tokenizer.bos_id, tokenizer.adds_bos) == (1, True)
+
+
+def test_eos_after_a_text_is_no_bos(folder):
+    def change(tokenizer):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", 2)]
+        )
+
+    tokenizer = hf_tokenizer(folder({"eos_token": "</s>"}, change=change))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos) == (None, 2, False)
+
+
+def test_torchtune_base_tokenizer_adds_nothing_twice(folder):
+    """It adds what the template says even when told not to."""
+    from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+
+    for template in ("<s> $A", "$A </s>", "<s> $A </s>", "$A"):
+
+        def change(tokenizer, template=template):
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+            )
+
+        path = folder({"bos_token": "<s>", "eos_token": "</s>"}, change=change)
+        theirs = HuggingFaceBaseTokenizer(
+            f"{path}/tokenizer.json", tokenizer_config_json_path=f"{path}/tokenizer_config.json"
+        )
+        plain = hf_tokenizer(path).encode("hello", False, False)
+        assert text_encoder(theirs)(["hello", ""]) == [plain, []]
+        assert len(theirs.encode("hello", False, False)) == 5 + template.count("s>")
 
 
 def test_a_continued_text_gets_no_blank_of_its_own(folder):

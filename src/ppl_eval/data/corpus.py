@@ -1,15 +1,17 @@
-"""Documents: a Hugging Face data set or local text, one row a document."""
+"""text_corpus: a Hugging Face data set or local files as documents, one row each."""
 
 import glob
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
+from ppl_eval import fingerprint
+from ppl_eval.data.documents import Corpus
 from ppl_eval.errors import UserError
 
 _LOADERS = {
@@ -28,101 +30,28 @@ _LOADER_NAMES = {"text": "text", "txt": "text", "json": "json", "jsonl": "json"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text to be measured, with what its row says about it."""
+@dataclass(frozen=True)
+class _Source:
+    """What is to be read, and by what.
 
-    text: str
-    id: str | int | None = None
-    domain: str | None = None
-
-
-class Corpus(Sequence[Document]):
-    """Rows of a ``datasets.Dataset`` as documents, read on demand from its memory-mapped table.
-
-    Args:
-        table: the rows.
-        column: holds the text.
-        domain_column: holds the domain's name, or None.
-        id_column: holds the row's own id, or None.
-        origin: where the rows come from.
+    Attributes:
+        name: as an error calls it.
+        loader: json, text, csv or parquet, or None for a data set's own name or format.
+        files: local or remote files, if they are known one by one.
+        folder: a local folder of files for ``loader``, whose names tell their splits.
     """
 
-    def __init__(
-        self,
-        table: Any,
-        column: str,
-        domain_column: str | None,
-        id_column: str | None,
-        origin: "_Origin",
-    ) -> None:
-        wanted = [c for c in (column, domain_column, id_column) if c is not None]
-        self._table = table.select_columns(list(dict.fromkeys(wanted)))
-        self._column, self._domain, self._id = column, domain_column, id_column
-        self._origin = origin
+    name: str
+    loader: str | None
+    files: tuple[str, ...] = ()
+    folder: str | None = None
 
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def first(self, count: int) -> "Corpus":
-        """The first ``count`` documents, or all if there are fewer."""
-        table = self._table.select(range(min(count, len(self))))
-        return Corpus(table, self._column, self._domain, self._id, self._origin)
-
-    def labels(self) -> list[tuple[str | int | None, str | None]]:
-        """(id, domain) of every row, without reading the texts."""
-        nothing = [None] * len(self)
-        ids = list(self._table[self._id]) if self._id else nothing
-        domains = list(self._table[self._domain]) if self._domain else nothing
-        return [
-            (_row_id(i), None if d is None else str(d)) for i, d in zip(ids, domains, strict=True)
-        ]
-
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, int):
-            return self[index : index + 1][0]
-        numbers = range(len(self))[index]
-        try:
-            columns = self._table[index]
-        except UnicodeDecodeError as error:  # Arrow does not check what JSON strings hold
-            raise UserError(self._origin.explain(error)) from error
-        nothing = [None] * len(numbers)
-        ids = columns[self._id] if self._id else nothing
-        domains = columns[self._domain] if self._domain else nothing
-        return [
-            Document(
-                text=self._checked(number, text),
-                id=_row_id(row_id),
-                domain=None if domain is None else str(domain),
-            )
-            for number, text, row_id, domain in zip(
-                numbers, columns[self._column], ids, domains, strict=True
-            )
-        ]
-
-    def _checked(self, number: int, text: Any) -> str:
-        if isinstance(text, str):
-            return text
-        found = "null" if text is None else f"{type(text).__name__} {text!r:.60}"
-        raise UserError(
-            f"{self._origin.name}, row {number} (the first is 0): column {self._column!r} holds"
-            f" {found}, but every row needs a text: mend or drop the row"
-        )
-
-
-def labels(documents: Sequence[Document]) -> list[tuple[str | int | None, str | None]]:
-    """(id, domain) of every document."""
-    if isinstance(documents, Corpus):
-        return documents.labels()
-    return [(document.id, document.domain) for document in documents]
-
-
-def _row_id(value: Any) -> str | int | None:
-    return value if value is None or isinstance(value, str | int) else str(value)
+    @property
+    def local_files(self) -> list[Path]:
+        """The files that lie on this machine."""
+        if self.folder is not None:
+            return _files_in(Path(self.folder))
+        return [Path(file) for file in self.files if "://" not in file]
 
 
 def text_corpus(
@@ -145,8 +74,8 @@ def text_corpus(
         data_files: files or glob patterns, read in the order given.
         split: which split; None takes the only one there is.
         column: holds the text.
-        domain_column: holds each row's domain, for results by domain; None takes a column named
-            ``domain`` if there is one.
+        domain_column: holds each row's domain, for results by domain. None takes a column named
+            ``domain`` if there is one; an empty string takes none.
         name: the data set's configuration, such as ``wikitext-2-raw-v1``.
         revision: the data set's commit, tag or branch.
         unit: of a .txt file: each ``line`` is a document, or the whole ``file``.
@@ -157,100 +86,103 @@ def text_corpus(
     import datasets
     from datasets.exceptions import DatasetsError
 
-    if unit not in ("line", "file"):
-        raise UserError(f"dataset.unit is {unit!r}, but it is line or file")
-    source, files = _locate(source, data_files)
-    loader = _LOADER_NAMES.get(source) if source is not None else _loader_of(files)
-    options: dict[str, Any] = {"split": split, "name": name, "revision": revision}
-    if files:
-        options["data_files"] = files
-    if loader == "text":
-        options |= {
-            "encoding": "utf-8-sig",
-            "sample_by": {"line": "line", "file": "document"}[unit],
-        }
-    elif loader == "csv":  # a CSV field is text as it stands, also when it reads NA or 12
-        options |= {"encoding": "utf-8-sig", "na_filter": False, "converters": {column: str}}
-        if files[0].removesuffix(".gz").endswith(".tsv"):
-            options["sep"] = "\t"
-    origin = _Origin(", ".join(files) if files else str(source), files, loader)
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-        datasets.disable_progress_bars()
+    _check_arguments(source, data_files, column, unit)
+    found = _locate(source, data_files)
+    options = {"split": split, "revision": revision, **_loader_options(found, column, unit)}
+    # datasets takes a file with the same name and time for the same file; the name of the
+    # configuration is part of its cache's key as well
+    key = fingerprint.of_files(found.local_files) if found.loader else None
     try:
-        loaded = datasets.load_dataset(loader or source or "", **options)
+        with _quiet_datasets():
+            loaded = datasets.load_dataset(
+                found.loader or found.name,
+                name=name if key is None else f"content-{key}",
+                **options,
+            )
     except StopIteration as error:
-        raise UserError(f"{origin.name} is empty: there is nothing to measure") from error
+        raise UserError(f"{found.name} is empty: there is nothing to measure") from error
     except (DatasetsError, OSError, ValueError) as error:
-        raise UserError(origin.explain(error)) from error
-    table = _only_split(loaded, origin.name)
-    for key, wanted in (("column", column), ("domain_column", domain_column)):
-        if wanted is not None and wanted not in table.column_names:
+        raise UserError(_explain(found, error)) from error
+    table = _only_split(loaded, found.name)
+    for argument, wanted in (("column", column), ("domain_column", domain_column or column)):
+        if wanted not in table.column_names:
             raise UserError(
-                f"dataset.{key} is {wanted!r}, but {origin.name} has the columns"
+                f"dataset.{argument} is {wanted!r}, but {found.name} has the columns"
                 f" {', '.join(table.column_names)}"
             )
     if len(table) == 0:
-        raise UserError(f"{origin.name} has no rows: there is nothing to measure")
-    id_column = "id" if "id" in table.column_names else None
+        raise UserError(f"{found.name} has no rows: there is nothing to measure")
     if domain_column is None and "domain" in table.column_names:
         domain_column = "domain"
-    return Corpus(table, column, domain_column, id_column, origin)
-
-
-def as_documents(rows: Iterable[Any], max_documents: int | None = None) -> Sequence[Document]:
-    """Documents from whatever a caller or a dataset component offers.
-
-    Args:
-        rows: a :class:`Corpus`, or an iterable of texts, :class:`Document` or mappings with
-            ``text`` and perhaps ``id`` and ``domain``.
-        max_documents: keep the first N.
-
-    Raises:
-        UserError: a row that is none of these (with its number), or no rows at all.
-    """
-    if isinstance(rows, Corpus):
-        documents = rows if max_documents is None else rows.first(max_documents)
-    else:
-        documents = [_as_document(n, row) for n, row in enumerate(islice(rows, max_documents))]
-    if not documents:
-        raise UserError("the corpus has no documents: there is nothing to measure")
-    return documents
-
-
-def _as_document(number: int, row: Any) -> Document:
-    if isinstance(row, Document):
-        return row
-    if isinstance(row, str):
-        return Document(row)
-    if isinstance(row, Mapping) and isinstance(row.get("text"), str):
-        return Document(row["text"], row.get("id"), row.get("domain"))
-    raise UserError(
-        f"document {number} is {type(row).__name__} {row!r:.60}, but it must be a text, a Document,"
-        " or a mapping whose 'text' is a text"
+    id_column = "id" if "id" in table.column_names else None
+    return Corpus(
+        table,
+        column,
+        domain_column or None,
+        id_column,
+        found.name,
+        explain=lambda error: _explain(found, error),
     )
 
 
-def _locate(source: str | None, data_files: str | list[str] | None) -> tuple[str | None, list[str]]:
-    """(source or None if the suffix decides, local or remote files)."""
+def _check_arguments(source: Any, data_files: Any, column: Any, unit: Any) -> None:
+    if unit not in ("line", "file"):
+        raise UserError(f"dataset.unit is {unit!r}, but it is line or file")
+    if not isinstance(column, str) or not column:
+        raise UserError(f"dataset.column is {column!r}, but it is the name of a column")
+    if source is not None and (not isinstance(source, str) or not source):
+        raise UserError(f"dataset.source is {source!r}, but it is a name, a path or null")
+    files = data_files if isinstance(data_files, Sequence) or data_files is None else [data_files]
+    if not all(isinstance(file, str) and file for file in files or []):
+        raise UserError(
+            f"dataset.data_files is {data_files!r}, but it is a file or a list of files"
+        )
+
+
+def _locate(source: str | None, data_files: str | Sequence[str] | None) -> _Source:
     patterns = [data_files] if isinstance(data_files, str) else list(data_files or [])
     if source is not None and source not in _LOADER_NAMES and not patterns:
-        if Path(source).is_file():
-            return None, [source]
-        if Path(source).is_dir():
-            return source, []
+        path = Path(source)
+        if path.is_dir():
+            files = _files_in(path)
+            loader = _loader_of([str(file) for file in files]) if files else None
+            return _Source(source, loader, folder=source if files else None)
+        if path.is_file():
+            return _Source(source, _loader_of([source]), files=(source,))
         if _suffix(source) in _LOADERS or source.startswith((".", "/", "~")):
             raise UserError(f"dataset.source is {source!r}, but there is no such file or folder")
-        return source, []
+        return _Source(source, None)
     if not patterns:
         which = "no source" if source is None else f"source {source!r}, which is a loader's name,"
         raise UserError(f"dataset has {which} and no data_files: set dataset.data_files=FILE")
-    files = []
-    for pattern in patterns:
-        found = [pattern] if "://" in pattern else sorted(glob.glob(pattern, recursive=True))
-        if not found:
-            raise UserError(f"dataset.data_files is {pattern!r}, but there is no such file")
-        files += found
-    return source, files
+    files = [file for pattern in patterns for file in _expand(pattern)]
+    if source is None:
+        return _Source(", ".join(files), _loader_of(files), files=tuple(files))
+    if source not in _LOADER_NAMES:
+        raise UserError(
+            f"dataset.source is {source!r} and data_files is {data_files!r}, but with data_files it"
+            " is a loader (json, text, csv, parquet) or null: the suffix decides"
+        )
+    return _Source(", ".join(files), _LOADER_NAMES[source], files=tuple(files))
+
+
+def _expand(pattern: str) -> list[str]:
+    if "://" in pattern:
+        return [pattern]
+    if Path(pattern).is_dir():
+        raise UserError(
+            f"dataset.data_files is {pattern!r}, but that is a folder: name its files, or set"
+            " dataset.source to it"
+        )
+    found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+    if not found:
+        raise UserError(f"dataset.data_files is {pattern!r}, but there is no such file")
+    return found
+
+
+def _files_in(folder: Path) -> list[Path]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [file for file in files if _suffix(str(file)) in _LOADERS]
 
 
 def _suffix(file: str) -> str:
@@ -258,14 +190,51 @@ def _suffix(file: str) -> str:
     return Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
 
 
-def _loader_of(files: list[str]) -> str:
+def _loader_of(files: Sequence[str]) -> str:
     loaders = {_LOADERS.get(_suffix(file)) for file in files}
     if len(loaders) != 1 or None in loaders:
         raise UserError(
-            f"cannot tell what {', '.join(files)} is by its suffix (known: {', '.join(_LOADERS)}):"
-            " set dataset.source to json, text, csv or parquet"
+            f"cannot tell what {', '.join(files[:5])} is by its suffix (known:"
+            f" {', '.join(_LOADERS)}): set dataset.source to json, text, csv or parquet"
         )
     return str(loaders.pop())
+
+
+def _loader_options(found: _Source, column: str, unit: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if found.files:
+        # datasets reads brackets and stars in a name as a pattern
+        options["data_files"] = [
+            file if "://" in file else glob.escape(file) for file in found.files
+        ]
+    elif found.folder is not None:
+        options["data_dir"] = found.folder
+    if found.loader == "text":
+        sample_by = {"line": "line", "file": "document"}[unit]
+        options |= {"encoding": "utf-8-sig", "sample_by": sample_by}
+    elif found.loader == "csv":  # a field is text as it stands, also when it reads NA or 007
+        as_they_stand = dict.fromkeys((column, "id", "domain"), str)
+        options |= {"encoding": "utf-8-sig", "na_filter": False, "converters": as_they_stand}
+        if any(_suffix(str(file)) == ".tsv" for file in found.files):
+            options["sep"] = "\t"
+    return options
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """No progress bar where nobody looks, and no error message beside ours."""
+    from datasets.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _only_split(loaded: Any, origin: str) -> Any:
@@ -276,38 +245,24 @@ def _only_split(loaded: Any, origin: str) -> Any:
     return next(iter(loaded.values()))
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Where a corpus comes from, to say what is wrong with it.
-
-    Attributes:
-        name: as an error calls it.
-        files: its local or remote files, if any.
-        loader: what reads them, or None for a data set of the hub.
-    """
-
-    name: str
-    files: list[str]
-    loader: str | None
-
-    def explain(self, error: Exception) -> str:
-        """One sentence for a data set that cannot be read, with file and line if there is one."""
-        for file in self.files:
-            if "://" in file or Path(file).suffix in _COMPRESSED:
-                continue
-            if Path(file).stat().st_size == 0:
-                return f"{file} is empty: there is nothing to measure"
-            if self.loader in ("text", "json", "csv"):
-                fault = _first_bad_line(file, is_json=self.loader == "json")
-                if fault:
-                    return fault
-        reason = error if error.__cause__ is None else error.__cause__
-        return f"{self.name} cannot be read as a data set: {' '.join(str(reason).split())}"
+def _explain(found: _Source, error: Exception) -> str:
+    """One sentence for a corpus that cannot be read, with file and line if there is one."""
+    for file in found.local_files:
+        if file.suffix in _COMPRESSED:
+            continue
+        if file.stat().st_size == 0:
+            return f"{file} is empty: there is nothing to measure"
+        if found.loader in ("text", "json", "csv"):
+            fault = _first_bad_line(file, is_json=found.loader == "json")
+            if fault:
+                return fault
+    reason = error if error.__cause__ is None else error.__cause__
+    return f"{found.name} cannot be read as a data set: {' '.join(str(reason).split())}"
 
 
-def _first_bad_line(file: str, *, is_json: bool) -> str | None:
+def _first_bad_line(file: Path, *, is_json: bool) -> str | None:
     is_array = False
-    with open(file, "rb") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ppl_eval.data.corpus import Document
-from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval import fingerprint
+from ppl_eval.data.documents import Document
+from ppl_eval.data.tokenizer import TextTokenizer, text_encoder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.reduce import reduce_
 
@@ -52,12 +53,8 @@ class EncodedCorpus:
     def __post_init__(self) -> None:
         self._num_kept = sum(len(ids) for ids in self._ids.values())
 
-    def tokens(self, document: int) -> np.ndarray:
-        """Text token ids of one document (int32 [num_tokens])."""
-        return self.fetch([document])[document]
-
     def fetch(self, documents: Iterable[int]) -> dict[int, np.ndarray]:
-        """Text token ids of several documents, encoding those that are not at hand.
+        """Text token ids (int32) of several documents, encoding those that are not at hand.
 
         Raises:
             UserError: the text has another number of tokens here than where it was counted.
@@ -112,9 +109,9 @@ def encode_corpus(
     for start in range(rank * _SHARE, len(documents), size * _SHARE):
         numbers = range(start, min(start + _SHARE, len(documents)))
         texts = [document.text for document in documents[start : numbers.stop]]
+        raws = [_utf8(text, number) for text, number in zip(texts, numbers, strict=True)]
         encoded = _encode(tokenizer, texts, numbers, vocab_size)
-        for number, text, token_ids in zip(numbers, texts, encoded, strict=True):
-            raw = text.encode("utf-8")
+        for number, text, raw, token_ids in zip(numbers, texts, raws, encoded, strict=True):
             digest = hashlib.blake2b(raw, digest_size=8).digest()
             counts[:, number] = (
                 len(token_ids),
@@ -131,7 +128,7 @@ def encode_corpus(
         num_tokens=counts[0],
         num_bytes=counts[1],
         num_words=counts[2],
-        fingerprint=hashlib.sha256(counts[3].tobytes()).hexdigest()[:16],
+        fingerprint=fingerprint.of_arrays(counts[3]),
         _ids=ids,
         _may_forget=size > 1,
     )
@@ -153,16 +150,34 @@ def _encode(
     vocab_size: int | None,
 ) -> list[np.ndarray]:
     """Ids (int32) of ``texts``, which are the documents ``numbers``."""
-    encode_batch = getattr(tokenizer, "encode_batch", None)
-    if encode_batch is not None:
-        encoded = encode_batch(texts)
-    else:
-        encoded = [tokenizer.encode(text, add_bos=False, add_eos=False) for text in texts]
-    arrays = [np.asarray(ids, dtype=np.int32) for ids in encoded]
+    arrays = [np.asarray(ids, dtype=np.int32) for ids in text_encoder(tokenizer)(texts)]
     for number, ids in zip(numbers, arrays, strict=True):
-        if vocab_size is not None and ids.size and ids.max() >= vocab_size:
-            raise UserError(
-                f"document {number} has the token id {ids.max()}, but the model's embedding has"
-                f" {vocab_size} rows: are tokenizer and model of one family?"
-            )
+        if ids.size and vocab_size is not None:
+            check_ids([int(ids.min()), int(ids.max())], vocab_size, f"document {number}")
     return arrays
+
+
+def check_ids(ids: Iterable[int | None], vocab_size: int, where: str) -> None:
+    """Refuse ids that the model's embedding does not have.
+
+    Args:
+        ids: token ids; None is no id.
+        vocab_size: rows of the embedding.
+        where: what has the ids, for the error.
+    """
+    for index in ids:
+        if index is not None and not 0 <= index < vocab_size:
+            raise UserError(
+                f"{where} has the token id {index}, but the model's embedding has {vocab_size}"
+                " rows: are tokenizer and model of one family?"
+            )
+
+
+def _utf8(text: str, number: int) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"document {number} holds half a surrogate pair at character {error.start}, which is no"
+            " text: mend it"
+        ) from error

@@ -1,10 +1,10 @@
 """Plan: windows -> batches -> which data-parallel rank runs which batch in which step."""
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
+from ppl_eval import fingerprint
 from ppl_eval.data.protocol import Windows
 
 
@@ -63,9 +63,6 @@ def make_plan(windows: Windows, *, has_bos: bool, max_tokens_per_batch: int) -> 
         batches.append(batch)
         positions.append(len(batch) * longest)
         begin += len(batch)
-    digest = hashlib.sha256()
-    for array in (windows.document, windows.start, windows.num_tokens, windows.num_skipped):
-        digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
-    for batch in batches:
-        digest.update(len(batch).to_bytes(8, "little"))
-    return Plan(batches, np.asarray(positions, dtype=np.int64), digest.hexdigest()[:16])
+    rows = np.asarray([len(batch) for batch in batches], dtype=np.int64)
+    content = (windows.document, windows.start, windows.num_tokens, windows.num_skipped, rows)
+    return Plan(batches, np.asarray(positions, dtype=np.int64), fingerprint.of_arrays(*content))

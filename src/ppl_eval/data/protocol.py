@@ -4,12 +4,11 @@ A window is what one forward row reads. Every text token is scored by exactly on
 under a reason why not.
 """
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from ppl_eval import components, fingerprint
 from ppl_eval.data.tokenizer import TextTokenizer, wants_bos
 from ppl_eval.errors import UserError
 
@@ -127,7 +126,7 @@ class DocumentProtocol:
     @property
     def fingerprint(self) -> str:
         """Hash of the rule and its parameters."""
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+        return fingerprint.of(asdict(self))
 
 
 def document_protocol(
@@ -150,6 +149,7 @@ def document_protocol(
     Raises:
         UserError: BOS or EOS is asked of a tokenizer without one; stride or window out of range.
     """
+    components.need(tokenizer, "tokenizer", "encode", "bos_id", "eos_id")
     if add_bos not in (True, False, "auto"):
         raise UserError(f"protocol.add_bos is {add_bos!r}, but it is auto, true or false")
     if add_bos is True and tokenizer.bos_id is None:

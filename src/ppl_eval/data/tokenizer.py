@@ -4,14 +4,14 @@ torchtune 0.6.1's HuggingFaceBaseTokenizer fails on a tokenizer without BOS, has
 max_seq_len, and always adds BOS and EOS unless told otherwise. This one reads what the folder says.
 """
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from ppl_eval import fingerprint as fingerprints
 from ppl_eval.errors import UserError
 
 
@@ -37,7 +37,8 @@ class HFTokenizer:
         max_seq_len: where torchtune's datasets cut a conversation. ``encode`` never cuts.
 
     Attributes:
-        bos_id: id of the BOS token, or None if there is none.
+        bos_id: id of the BOS token: what tokenizer_config.json names, else what the tokenizer puts
+            before a text, else None.
         eos_id: id of the EOS token, or None if there is none.
         pad_id: id of the padding token; the EOS id (or 0) if there is none.
         adds_bos: whether a BOS belongs before a text: the tokenizer itself adds one to the empty
@@ -49,6 +50,8 @@ class HFTokenizer:
     """
 
     def __init__(self, path: str, max_seq_len: int | None = None) -> None:
+        if not isinstance(path, str):
+            raise UserError(f"tokenizer.path is {path!r}, but it is a Hugging Face folder")
         folder = Path(path)
         self.max_seq_len = max_seq_len
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
@@ -65,11 +68,14 @@ class HFTokenizer:
             if token.special
         }
         added = self._tokenizer.encode("").ids
+        if self.bos_id is None and _split_of_added(added, self._tokenizer.encode("a").ids) > 0:
+            self.bos_id = added[0]
         self.adds_bos = self.bos_id is not None and (
             self.bos_id in added or bool(config.get("add_bos_token"))
         )
-        content = [self._tokenizer.to_str(), self.bos_id, self.eos_id, self.adds_bos]
-        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        self.fingerprint = fingerprints.of(
+            self._tokenizer.to_str(), self.bos_id, self.eos_id, self.adds_bos
+        )
 
     def _special_id(self, config: dict[str, Any], key: str, folder: Path) -> int | None:
         token = config.get(key)
@@ -77,7 +83,7 @@ class HFTokenizer:
             token = token.get("content")
         if token is None:
             return None
-        index = self._tokenizer.token_to_id(token)
+        index = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if index is None:
             raise UserError(
                 f"{folder / 'tokenizer_config.json'}: {key} is {token!r}, but tokenizer.json has no"
@@ -187,8 +193,45 @@ def fingerprint(tokenizer: TextTokenizer) -> str:
         "".join(map(chr, range(32, 127)))
         + " The quick brown fox \u00e9\u00df \u4e2d\u6587 \u0416 \U0001f600\n\t 12345"
     )
-    ids = [tokenizer.bos_id, tokenizer.eos_id, *tokenizer.encode(probe, False, False)]
-    return hashlib.sha256(json.dumps([type(tokenizer).__name__, ids]).encode()).hexdigest()[:16]
+    ids = tokenizer.encode(probe, add_bos=False, add_eos=False)
+    return fingerprints.of(type(tokenizer).__name__, tokenizer.bos_id, tokenizer.eos_id, ids)
+
+
+def text_encoder(tokenizer: TextTokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
+    """What encodes many texts and adds no special token, whatever ``tokenizer`` adds.
+
+    torchtune's HuggingFaceBaseTokenizer adds what its file's template says even when told not to;
+    that is found out on two short texts and taken off again.
+
+    Raises:
+        UserError: ``tokenizer`` adds what cannot be told apart.
+    """
+    encode_batch = getattr(tokenizer, "encode_batch", None)
+    if encode_batch is not None:
+        return encode_batch
+    before = after = 0
+    added = tokenizer.encode("", add_bos=False, add_eos=False)
+    if added:
+        before = _split_of_added(added, tokenizer.encode("a", add_bos=False, add_eos=False))
+        after = len(added) - before
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        ids = (tokenizer.encode(text, add_bos=False, add_eos=False) for text in texts)
+        return [i[before : len(i) - after] for i in ids]
+
+    return encode
+
+
+def _split_of_added(added: list[int], ids: list[int]) -> int:
+    """How many of the ``added`` special tokens stand before the text whose ids are ``ids``."""
+    for before in range(len(added), -1, -1):
+        after = len(added) - before
+        if ids[:before] == added[:before] and ids[len(ids) - after :] == added[before:]:
+            return before
+    raise UserError(
+        f"the tokenizer adds {added} to an empty text but not to others: use"
+        " ppl_eval.data.hf_tokenizer"
+    )
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
@@ -210,6 +253,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds a {type(config).__name__}, but it is a mapping of keys")
+    return config

@@ -42,7 +42,7 @@ class Ledger:
         self.num_writes[rows_B] += 1
 
     def assemble(self, group: dist.ProcessGroup | None) -> None:
-        """Complete the rows on every rank: the one communication of an evaluation.
+        """Complete the rows on every rank.
 
         Args:
             group: ranks that wrote different rows (the ``loss`` mesh), or None for this rank alone.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval import components
+from ppl_eval import compat, components
 from ppl_eval.errors import UserError
 
 
@@ -26,8 +26,6 @@ def build_on_meta(node: Mapping[str, Any], dtype: torch.dtype) -> TransformerDec
     try:
         with torch.device("meta"):
             model: nn.Module = components.build(node, "model")
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"model ({node['_component_']}) cannot be built: {error}") from error
     finally:
         torch.set_default_dtype(default)
     if not isinstance(model, TransformerDecoder):
@@ -35,4 +33,10 @@ def build_on_meta(node: Mapping[str, Any], dtype: torch.dtype) -> TransformerDec
             f"model ({node['_component_']}) is a {type(model).__name__}, but only text decoders"
             " (torchtune's TransformerDecoder) can be evaluated"
         )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise UserError(
+                f"model: {name} is {parameter.dtype}: quantised models are not evaluated"
+            )
+    compat.refuse_wrong(model)
     return model

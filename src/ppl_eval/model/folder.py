@@ -1,17 +1,14 @@
-"""Which files of a checkpoint folder hold the weights, and what identifies them."""
+"""Which files of a checkpoint folder hold the weights."""
 
-import hashlib
 import json
-from collections.abc import Sequence
+import re
 from pathlib import Path
 
 from ppl_eval.errors import UserError
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
-
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
 def find_weight_files(folder: str | Path) -> list[str]:
@@ -27,48 +24,60 @@ def find_weight_files(folder: str | Path) -> list[str]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"checkpoint_dir is {folder}, but there is no such folder")
+    orphan = None
     for index in _INDEXES:
-        if (folder / index).is_file():
-            return _files_of_index(folder, index)
-    for pattern in _PATTERNS:
+        if not (folder / index).is_file():
+            continue
+        names = _names_in_index(folder / index)
+        absent = [name for name in names if not (folder / name).is_file()]
+        if not absent:
+            return names
+        if len(absent) < len(names):
+            raise _incomplete(folder / index, absent)
+        orphan = orphan or _incomplete(folder / index, absent)
+    for pattern in _PATTERNS:  # `tune download` leaves the index of files that it did not take
         found = sorted(path.name for path in folder.glob(pattern) if path.is_file())
         if found:
-            return found
-    raise UserError(
+            return _one_set(folder, found)
+    raise orphan or UserError(
         f"{folder} has no weights: neither {' nor '.join((*_INDEXES, *_PATTERNS))};"
         " name other files by checkpointer.checkpoint_files"
     )
 
 
-def _files_of_index(folder: Path, index: str) -> list[str]:
+def _incomplete(index: Path, absent: list[str]) -> UserError:
+    more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+    return UserError(
+        f"{index} names files that are not there: {', '.join(absent[:5])}{more}:"
+        " is the download complete?"
+    )
+
+
+def _names_in_index(index: Path) -> list[str]:
     try:
-        names = sorted(
-            set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-        )
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder / index} is not a readable index of weights: {error}") from error
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise UserError(
-            f"{folder / index} names files that are not there: {', '.join(absent[:5])}"
-            f"{' and more' if len(absent) > 5 else ''}: is the download complete?"
-        )
-    return names
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index} is not a readable index of weights: {error!r}") from error
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{index} is not a readable index of weights: it maps to no file names")
+    return sorted(names)
 
 
-def fingerprint_files(folder: str | Path, names: Sequence[str]) -> str:
-    """Hash of weight files: of their sizes and of 64 evenly spaced blocks of 4 KiB of each.
+def _one_set(folder: Path, found: list[str]) -> list[str]:
+    """The files of ``found`` that belong together: one file, or all shards of one set.
 
-    It reads little of a large checkpoint and still differs after any step of training. It does not
-    depend on where the folder is or what the files are called.
+    Two complete models in one folder would be merged silently, and the last one would win.
     """
-    digest = hashlib.sha256()
-    for name in names:
-        path = Path(folder) / name
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            for part in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * part // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    single = [name for name in found if name in ("model.safetensors", "pytorch_model.bin")]
+    if single:
+        return single
+    if len(found) == 1:
+        return found
+    shards = [_SHARD.search(name) for name in found]
+    totals = {int(shard[2]) for shard in shards if shard}
+    if not all(shards) or totals != {len(found)}:
+        raise UserError(
+            f"{folder} has several files of weights, no index, and they are not the shards of one"
+            f" model: {', '.join(found[:5])}: name the right ones by checkpointer.checkpoint_files"
+        )
+    return found

@@ -1,7 +1,5 @@
 """This process among the others: its device, its rank, and the default process group."""
 
-import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -12,31 +10,13 @@ from ppl_eval.errors import UserError
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Where this process stands, as its launcher says (torchrun's environment variables)."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-    @classmethod
-    def from_env(cls) -> "Ranks":
-        """Rank 0 of 1 when nothing launched us."""
-        env = os.environ
-        return cls(
-            rank=int(env.get("RANK", "0")),
-            world_size=int(env.get("WORLD_SIZE", "1")),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-        )
-
-
-def pick_device(name: str | None, local_rank: int) -> torch.device:
+def pick_device(name: str | None, local_rank: int, num_processes: int = 1) -> torch.device:
     """The device that this process computes on; on CUDA also made the current one.
 
     Args:
         name: ``cpu``, ``cuda``, ``cuda:N`` (one process only), or None for the best there is.
         local_rank: number of this process on its machine; it chooses among several GPUs.
+        num_processes: of all machines.
 
     Raises:
         UserError: a device that this machine or this build of torch lacks.
@@ -55,6 +35,11 @@ def pick_device(name: str | None, local_rank: int) -> torch.device:
         raise UserError(
             f"device is {name!r}, but torch {torch.__version__} sees no CUDA device here:"
             " set device=cpu, or null for the best there is"
+        )
+    if device.index is not None and num_processes > 1:
+        raise UserError(
+            f"device is {name!r}, but {num_processes} processes cannot share one GPU: set"
+            " device=cuda, and each takes its own"
         )
     index = local_rank if device.index is None else device.index
     if index >= torch.cuda.device_count():

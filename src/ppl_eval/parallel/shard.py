@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 def shard_decoder(
@@ -33,3 +33,14 @@ def shard_decoder(
     # The first and the last thing of a forward pass need the root's parameters, so resharding them
     # in between would only gather them again in the next step.
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered, so that the next forward reads the shards as they are then.
+
+    The root stays gathered between the steps of an evaluation. Left so, a training step that
+    changes the shards would not be seen.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -37,8 +37,12 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {file}: {error.strerror}; has the run ended?") from error
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict) or "schema_version" not in content:
-        raise UserError(f"{file} is no results.json of ppl_eval: it has no schema_version")
+    sections = {"schema_version", "counts", "metrics", "domains", "fingerprints"}
+    missing = sections - set(content) if isinstance(content, dict) else sections
+    if missing:
+        raise UserError(
+            f"{file} is no results.json of ppl_eval: it lacks {', '.join(sorted(missing))}"
+        )
     return content
 
 

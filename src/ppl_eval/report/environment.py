@@ -46,6 +46,8 @@ def command(argv: Sequence[str], num_processes: int, local_num_processes: int) -
     script = Path(argv[0])
     if script.resolve() == recipe_path() or script.name == "ppl_eval":
         recipe = "ppl_eval"
-    else:  # tune takes a path from the current folder
+    elif script.suffix == ".py":  # tune takes a path from the current folder
         recipe = Path(os.path.relpath(script.with_suffix(""))).as_posix()
+    else:  # and on one process it leaves a module's name here
+        recipe = argv[0].replace(".", "/")
     return shlex.join([*launcher, recipe, *argv[1:]])

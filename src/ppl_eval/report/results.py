@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ppl_eval.data.corpus import labels
+from ppl_eval.data.documents import labels
 from ppl_eval.data.encode import EncodedCorpus
 from ppl_eval.data.protocol import Windows
 from ppl_eval.metrics.ledger import Ledger
@@ -230,22 +229,15 @@ def results(summary: Summary, **more: Any) -> dict[str, Any]:
 
 
 def write_results(folder: Path, content: dict[str, Any], documents: DocumentTable) -> None:
-    """Write results.json and documents.jsonl into ``folder``, each whole and then renamed."""
-    lines = (json.dumps(row, allow_nan=False, ensure_ascii=False) for row in documents.rows())
-    _write_whole(folder / "documents.jsonl", (line + "\n" for line in lines))
-    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
-    _write_whole(folder / "results.json", [text, "\n"])
+    """Write results.json and documents.jsonl into ``folder``: both whole, then both renamed."""
 
+    def dumps(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False, default=str)
 
-def _write_whole(path: Path, parts: Iterable[str]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(parts)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as unfinished:
+        whole = Path(unfinished)
+        with (whole / "documents.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(dumps(row) + "\n" for row in documents.rows())
+        (whole / "results.json").write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
+        for name in ("documents.jsonl", "results.json"):
+            (whole / name).replace(folder / name)

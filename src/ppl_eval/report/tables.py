@@ -25,11 +25,17 @@ def result_rows(
     """Rows of one results.json: the whole, then (at most 20 of) its domains."""
     domains = list(content["domains"].items()) if with_domains else []
     parts = [(name, content), *((f"  {d}", part) for d, part in domains[:_MOST_DOMAINS])]
-    rows = [[title, *(number(part[s][key]) for _, s, key in COLUMNS)] for title, part in parts]
+    rows = [[title, *_cells(part)] for title, part in parts]
     if len(domains) > _MOST_DOMAINS:
         more = f"  ... {len(domains) - _MOST_DOMAINS} more domains"
         rows.append([more, *("" for _ in COLUMNS)])
     return rows
+
+
+def _cells(part: Mapping[str, Any]) -> list[str]:
+    null = "overflow" if part["metrics"]["overflow"] else "-"
+    values = (part[section][key] for _, section, key in COLUMNS)
+    return [null if value is None else number(value) for value in values]
 
 
 def result_table(rows: Sequence[Sequence[str]]) -> str:
@@ -53,10 +59,8 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
 
 
-def number(value: float | int | None) -> str:
-    """A number as people read it: 1,234 or 24.7184 or 1.2345e+09; ``overflow`` for null."""
-    if value is None:
-        return "overflow"
+def number(value: float | int) -> str:
+    """A number as people read it: 1,234 or 24.7184 or 1.2345e+09."""
     if isinstance(value, int):
         return f"{value:,}"
     if value == 0 or not math.isfinite(value):

@@ -43,10 +43,10 @@ def score(
             Its own bf16 product rounds each logit (0.015 nats rms for a token). False uses that.
 
     Returns:
-        NLL in nats [B, T] (fp32, or fp64 of an fp64 model), 0 where nothing is scored.
+        NLL in nats [B, T] (fp32, or fp64 from fp64 logits), 0 where nothing is scored.
     """
     targets_N = targets_BT[scored_BT]
-    decoder: Any = getattr(model, "module", model)  # DistributedDataParallel wraps it
+    decoder = unwrapped(model)
 
     def from_hidden(hidden_BTD: torch.Tensor) -> torch.Tensor:
         hidden_ND = decoder.norm(hidden_BTD[scored_BT])
@@ -66,6 +66,14 @@ def score(
     nll_BT = torch.zeros(inputs_BT.shape, dtype=nll_N.dtype, device=nll_N.device)
     nll_BT[scored_BT] = nll_N
     return nll_BT
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The module inside DistributedDataParallel and torch.compile's wrapper."""
+    inner: Any = model
+    for name in ("module", "_orig_mod"):
+        inner = getattr(inner, name, inner)
+    return inner
 
 
 @contextmanager

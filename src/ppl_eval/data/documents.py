@@ -1,0 +1,143 @@
+"""Documents: texts with what their rows say about them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, overload
+
+from ppl_eval.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text to be measured, with what its row says about it."""
+
+    text: str
+    id: str | int | None = None
+    domain: str | None = None
+
+
+class Corpus(Sequence[Document]):
+    """Rows of a ``datasets.Dataset`` as documents, read on demand from its memory-mapped table.
+
+    Args:
+        table: the rows.
+        column: holds the text.
+        domain_column: holds the domain's name, or None.
+        id_column: holds the row's own id, or None.
+        origin: where the rows come from, for errors.
+        explain: turns an exception of reading into one sentence.
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        column: str,
+        domain_column: str | None,
+        id_column: str | None,
+        origin: str,
+        explain: Callable[[Exception], str],
+    ) -> None:
+        wanted = [c for c in (column, domain_column, id_column) if c is not None]
+        self._table = table.select_columns(list(dict.fromkeys(wanted)))
+        self._column, self._domain, self._id = column, domain_column, id_column
+        self._origin, self._explain = origin, explain
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def first(self, count: int) -> "Corpus":
+        """The first ``count`` documents, or all if there are fewer."""
+        table = self._table.select(range(min(count, len(self))))
+        return Corpus(table, self._column, self._domain, self._id, self._origin, self._explain)
+
+    def labels(self) -> list[tuple[str | int | None, str | None]]:
+        """(id, domain) of every row, without reading the texts."""
+        nothing = [None] * len(self)
+        ids = list(self._table[self._id]) if self._id else nothing
+        domains = list(self._table[self._domain]) if self._domain else nothing
+        return [(_own_id(i), _own_domain(d)) for i, d in zip(ids, domains, strict=True)]
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, int):
+            number = range(len(self))[index]
+            return self[number : number + 1][0]
+        numbers = range(len(self))[index]
+        try:
+            columns = self._table[index]
+        except UnicodeDecodeError as error:  # Arrow does not check what JSON strings hold
+            raise UserError(self._explain(error)) from error
+        nothing = [None] * len(numbers)
+        ids = columns[self._id] if self._id else nothing
+        domains = columns[self._domain] if self._domain else nothing
+        texts = columns[self._column]
+        return [
+            Document(self._checked(number, text), _own_id(row_id), _own_domain(domain))
+            for number, text, row_id, domain in zip(numbers, texts, ids, domains, strict=True)
+        ]
+
+    def _checked(self, number: int, text: Any) -> str:
+        if isinstance(text, str):
+            return text
+        found = "null" if text is None else f"{type(text).__name__} {text!r:.60}"
+        raise UserError(
+            f"{self._origin}, row {number} (the first is 0): column {self._column!r} holds {found},"
+            " but every row needs a text: mend or drop the row"
+        )
+
+
+def as_documents(rows: Iterable[Any], max_documents: int | None = None) -> Sequence[Document]:
+    """Documents from whatever a caller or a dataset component offers.
+
+    Args:
+        rows: a :class:`Corpus`, or an iterable of texts, :class:`Document` or mappings with
+            ``text`` and perhaps ``id`` and ``domain``.
+        max_documents: keep the first N.
+
+    Raises:
+        UserError: not an iterable of documents, a row that is none (with its number), or no rows.
+    """
+    if isinstance(rows, str | bytes | Mapping | Document) or not isinstance(rows, Iterable):
+        raise UserError(
+            f"the documents are one {type(rows).__name__}, but a list or another iterable of"
+            " texts, mappings with 'text', or Documents is needed"
+        )
+    if isinstance(rows, Corpus):
+        documents = rows if max_documents is None else rows.first(max_documents)
+    else:
+        documents = [_as_document(n, row) for n, row in enumerate(islice(rows, max_documents))]
+    if not documents:
+        raise UserError("the corpus has no documents: there is nothing to measure")
+    return documents
+
+
+def labels(documents: Sequence[Document]) -> list[tuple[str | int | None, str | None]]:
+    """(id, domain) of every document."""
+    if isinstance(documents, Corpus):
+        return documents.labels()
+    return [(document.id, document.domain) for document in documents]
+
+
+def _as_document(number: int, row: Any) -> Document:
+    if isinstance(row, str):
+        return Document(row)
+    if isinstance(row, Document) and isinstance(row.text, str):
+        return Document(row.text, _own_id(row.id), _own_domain(row.domain))
+    if isinstance(row, Mapping) and isinstance(row.get("text"), str):
+        return Document(row["text"], _own_id(row.get("id")), _own_domain(row.get("domain")))
+    raise UserError(
+        f"document {number} is {type(row).__name__} {row!r:.60}, but it must be a text, a Document,"
+        " or a mapping whose 'text' is a text"
+    )
+
+
+def _own_id(value: Any) -> str | int | None:
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _own_domain(value: Any) -> str | None:
+    return None if value is None else str(value)

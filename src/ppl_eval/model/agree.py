@@ -1,0 +1,94 @@
+"""Does the model section describe the checkpoint? What shapes cannot show, config.json can."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torchtune.modules import MultiHeadAttention, RMSNorm
+
+from ppl_eval.errors import UserError
+
+_CONVERSIONS = {
+    "qwen2": {"QWEN2"},
+    "phi3": {"PHI3_MINI", "PHI4"},
+    "gemma": {"GEMMA"},
+    "gemma2": {"GEMMA2"},
+    "llama": {"LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"},
+    "mistral": {"LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"},
+}
+"""config.json's model_type -> model types whose key conversion is right for it."""
+
+
+def check_against_config(model: nn.Module, checkpointer: Mapping[str, Any]) -> None:
+    """Compare heads, rotary base, norm epsilon and family with the checkpoint's config.json.
+
+    All of these load without complaint and give a wrong loss. A folder without config.json, and
+    what it does not state, is taken as it comes.
+
+    Args:
+        model: built, on meta or not.
+        checkpointer: the checked section; ``checkpoint_dir`` holds config.json.
+
+    Raises:
+        UserError: config.json and the model section differ, naming both values.
+    """
+    folder = checkpointer.get("checkpoint_dir")
+    path = Path(folder) / "config.json" if folder else None
+    if path is None or not path.is_file():
+        return
+    config = read_config(path)
+    family, model_type = config.get("model_type"), checkpointer.get("model_type")
+    suited = _CONVERSIONS.get(str(family))
+    if suited and model_type is not None and model_type not in suited:
+        raise UserError(
+            f"{path} is of a {family}, but checkpointer.model_type is {model_type}: set it to"
+            f" {' or '.join(sorted(suited))}"
+        )
+    for key, stated, built in _pairs(model, config):
+        if stated is not None and built is not None and abs(stated - built) > 1e-6 * abs(stated):
+            raise UserError(
+                f"{path} has {key} {stated:g}, but the model section builds {built:g}: make the"
+                " model section describe the checkpoint"
+            )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json as a mapping.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds a {type(config).__name__}, but it is a mapping of keys")
+    return config
+
+
+def _pairs(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value in config.json, value in the model), None where one of them does not say."""
+    modules = list(model.modules())
+    attention = next((m for m in modules if isinstance(m, MultiHeadAttention)), None)
+    norm = next((m for m in modules if isinstance(m, RMSNorm)), None)
+    heads = _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads") or heads
+    yield "num_attention_heads", heads, getattr(attention, "num_heads", None)
+    yield "num_key_value_heads", kv_heads, getattr(attention, "num_kv_heads", None)
+    yield "rms_norm_eps", _number(config, "rms_norm_eps"), getattr(norm, "eps", None)
+    rope = getattr(attention, "pos_embeddings", None)
+    # transformers 5 moved rope_theta into rope_parameters
+    parameters = config.get("rope_parameters")
+    nested = parameters if isinstance(parameters, Mapping) else {}
+    theta = _number(config, "rope_theta") or _number(nested, "rope_theta")
+    yield "rope_theta", theta, getattr(rope, "base", None)
+
+
+def _number(config: Mapping[str, Any], key: str) -> float | None:
+    value = config.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None

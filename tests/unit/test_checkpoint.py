@@ -1,0 +1,220 @@
+"""Which files, what identifies them, and what does not go together."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ppl_eval import UserError, fingerprint, shipped
+from ppl_eval.config import load
+from ppl_eval.model import build, checkpoint
+from ppl_eval.model.folder import find_weight_files
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Put empty files into a folder and find the weights among them."""
+
+    def find(*names, index=None):
+        for name in names:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        for name, shards in (index or {}).items():
+            weights = {f"w{n}": shard for n, shard in enumerate(shards)}
+            (tmp_path / name).write_text(json.dumps({"weight_map": weights}))
+        return find_weight_files(tmp_path)
+
+    return find
+
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+BINS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+INDEX = "model.safetensors.index.json"
+OTHERS = [
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "consolidated.safetensors",
+    "consolidated.00.pth",
+    "original/consolidated.00.pth",
+    "original/model.safetensors",
+    "optimizer.bin",
+    "training_args.bin",
+]
+
+
+@pytest.mark.parametrize(
+    "found", [["model.safetensors"], SHARDS, ["pytorch_model.bin"], BINS, ["model_v2.safetensors"]]
+)
+def test_weights_are_found_and_nothing_else(files, found):
+    assert files(*found, *OTHERS) == found
+
+
+def test_the_index_comes_first(files):
+    assert files(*SHARDS, "model.safetensors", index={INDEX: SHARDS}) == SHARDS
+    assert files("strange.safetensors", index={INDEX: ["strange.safetensors"]}) == [
+        "strange.safetensors"
+    ]
+
+
+def test_safetensors_come_before_bin(files):
+    assert files(*BINS, "pytorch_model.bin", "model.safetensors") == ["model.safetensors"]
+
+
+def test_one_file_is_a_whole_model_whatever_lies_beside_it(files):
+    assert files("model.safetensors", "model_old.safetensors") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "names", [["model_a.safetensors", "model_b.safetensors"], [*SHARDS[:1], "model_b.safetensors"]]
+)
+def test_files_that_are_no_set_are_not_merged(files, names):
+    with pytest.raises(UserError, match="several files of weights, no index, and they are not"):
+        files(*names)
+
+
+def test_a_set_that_lacks_a_shard(files):
+    names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 3)]
+    with pytest.raises(UserError, match="not the shards of one model"):
+        files(*names)
+
+
+def test_an_index_without_its_files_gives_way_to_others(files):
+    """`tune download` leaves out *.safetensors by default, and keeps their index."""
+    bins = {"pytorch_model.bin.index.json": BINS}
+    assert files(*BINS, index={INDEX: SHARDS, **bins}) == BINS
+
+
+def test_an_index_with_some_of_its_files_is_an_incomplete_download(files):
+    with pytest.raises(UserError, match=f"names files that are not there: {SHARDS[1]}: is the"):
+        files(SHARDS[0], "pytorch_model.bin", index={INDEX: SHARDS})
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", "{}", '{"weight_map": {"a": null}}', "{", '{"weight_map": 1}']
+)
+def test_an_unreadable_index(files, tmp_path, index):
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(UserError, match="is not a readable index of weights"):
+        files("model.safetensors")
+
+
+def test_no_folder_and_no_weights(files, tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        find_weight_files(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no weights: neither"):
+        files(*OTHERS)
+    with pytest.raises(UserError, match="names files that are not there"):
+        files(index={INDEX: SHARDS})
+
+
+@pytest.fixture
+def student(tmp_path):
+    folder = tmp_path / "student"
+    folder.mkdir()
+    for path in shipped.embedded_path("tiny_student").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_the_fingerprint_of_files_sees_every_tensor(student):
+    path = student / "model.safetensors"
+    weights = load_file(path)
+    first = fingerprint.of_files([path])
+    for name in weights:
+        changed = {**weights, name: weights[name] + 1e-3}
+        save_file(changed, path, metadata={"format": "pt"})
+        assert fingerprint.of_files([path]) != first, name
+    save_file(weights, path, metadata={"format": "pt"})
+    assert fingerprint.of_files([path]) == first
+    path.rename(student / "other.safetensors")
+    assert fingerprint.of_files([student / "other.safetensors"]) == first
+
+
+def test_the_fingerprint_of_other_files(tmp_path):
+    path = tmp_path / "w.bin"
+    seen = set()
+    for content in (b"", b"a", b"b", bytes(9000), bytes(8999) + b"x", b"not safetensors " * 9):
+        path.write_bytes(content)
+        seen |= {fingerprint.of_files([path]), fingerprint.of_files([path])}
+    path.with_suffix(".safetensors").write_bytes(b"not safetensors " * 9)
+    seen.add(fingerprint.of_files([path.with_suffix(".safetensors")]))
+    assert len(seen) >= 6
+
+
+def model_fingerprint(*overrides):
+    config = load(["--config", "tiny_ppl_eval", *overrides])
+    return checkpoint.fingerprint(
+        checkpoint.complete_checkpointer(config.checkpointer), config.model
+    )
+
+
+def test_the_fingerprint_of_a_model(student):
+    here = f"checkpointer.checkpoint_dir={student}"
+    first = model_fingerprint()
+    assert model_fingerprint(here) == first
+    assert model_fingerprint("model.rope_base=20000") != first
+    assert model_fingerprint("checkpointer.model_type=QWEN2") != first
+    config = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))
+    assert model_fingerprint(here) != first
+
+
+bad_sections = {
+    "adapter_checkpoint='a.pt'": "adapter_checkpoint is 'a.pt', but only full weights",
+    "recipe_checkpoint='a.pt'": "recipe_checkpoint is 'a.pt'",
+    "should_load_recipe_state=True": "should_load_recipe_state is True",
+    "checkpoint_dir=None": "checkpointer.checkpoint_dir is None, but it is the folder",
+    "checkpoint_dir=5": "checkpointer.checkpoint_dir is 5",
+    "checkpoint_files=5": "checkpoint_files is 5, but it is a list of names",
+    "checkpoint_files=[5]": r"checkpoint_files is \[5\]",
+    "checkpoint_files=['x.safetensors']": "lacks weight files that are asked for: x.safetensors",
+    "output_dir=5": "output_dir is 5",
+    "model_type=7": "model_type is 7, but it is one of",
+}
+
+
+@pytest.mark.parametrize("change", bad_sections)
+def test_a_checkpointer_section_that_cannot_be(change):
+    node = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(shipped.embedded_path("tiny_student")),
+        "checkpoint_files": None,
+        "model_type": "LLAMA3_2",
+        "output_dir": None,
+    }
+    key, value = change.split("=")
+    with pytest.raises(UserError, match=bad_sections[change]):
+        checkpoint.complete_checkpointer({**node, key: eval(value)})
+
+
+def test_formats_of_torchtune(tmp_path, student):
+    """The same weights as .bin, as torchtune's own format and through a file pattern."""
+    config = load(["--config", "tiny_ppl_eval"])
+    node = checkpoint.complete_checkpointer(config.checkpointer)
+    expected = checkpoint.read_state(node)
+    torch.save(load_file(student / "model.safetensors"), student / "pytorch_model.bin")
+    (student / "model.safetensors").unlink()
+    as_bin = {**config.checkpointer, "checkpoint_dir": str(student)}
+    torch.save(expected, student / "mine.pt")
+    own = {
+        **as_bin,
+        "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
+        "checkpoint_files": ["mine.pt"],
+    }
+    (student / "part-1-of-1.bin").symlink_to("pytorch_model.bin")
+    pattern = {"filename_format": "part-{}-of-{}.bin", "max_filename": "1"}
+    for section in (as_bin, own, {**as_bin, "checkpoint_files": pattern}):
+        found = checkpoint.read_state(checkpoint.complete_checkpointer(section))
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_gemma2_is_refused_until_it_is_right():
+    node = {
+        "_component_": "torchtune.models.gemma2.gemma2",
+        **{"vocab_size": 9, "num_layers": 2, "num_heads": 2, "head_dim": 8, "num_kv_heads": 1},
+        **{"embed_dim": 16, "intermediate_dim": 32, "max_seq_len": 16},
+    }
+    with pytest.raises(UserError, match="caps Gemma 2's hidden states"):
+        build.build_on_meta(node, torch.float32)

@@ -1,0 +1,130 @@
+"""ppl-eval: what it lists, copies, compares, and says when it cannot."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ppl_eval import cli, shipped
+
+
+@pytest.fixture
+def ppl_eval(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["ppl-eval", *args])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_ls(ppl_eval):
+    _, out, _ = ppl_eval("ls")
+    assert out.splitlines()[0].split() == ["RECIPE", "CONFIG"]
+    assert {"ppl_eval", *shipped.config_names()} <= set(out.split())
+
+
+def test_cp(ppl_eval, tmp_path):
+    for args, file in (
+        (["ppl_eval", "mine.py"], "mine.py"),
+        (["ppl_eval", "mine2"], "mine2.py"),
+        (["tiny_ppl_eval", "."], "tiny_ppl_eval.yaml"),
+        (["smollm2/135M_ppl_eval", "a/b/c", "--make-parents"], "a/b/c.yaml"),
+    ):
+        code, out, err = ppl_eval("cp", *args)
+        assert (code, err) == (0, "")
+        name = args[0]
+        source = shipped.recipe_path() if name == "ppl_eval" else shipped.config_path(name)
+        assert (tmp_path / file).read_bytes() == source.read_bytes()
+        assert file in out
+    (tmp_path / "mine.py").write_text("edited")
+    _, out, _ = ppl_eval("cp", "-n", "ppl_eval", "mine.py")
+    assert (tmp_path / "mine.py").read_text() == "edited"
+    assert "left as it is" in out
+
+
+def test_what_cannot_be_copied(ppl_eval, tmp_path):
+    assert ppl_eval("cp", "nothing", "x")[::2] == (
+        1,
+        "ppl_eval: error: 'nothing' is no shipped recipe or config: `ppl-eval ls` lists them\n",
+    )
+    code, _, err = ppl_eval("cp", "ppl_eval", "no/such/x")
+    assert code == 1
+    assert "--make-parents creates the folder" in err
+    (tmp_path / "file").touch()
+    code, _, err = ppl_eval("cp", "ppl_eval", "file/x", "--make-parents")
+    assert code == 1
+    assert "cannot write file/x.py: " in err
+
+
+def test_where(ppl_eval):
+    for name in shipped.EMBEDDED:
+        _, out, _ = ppl_eval("where", name)
+        assert os.path.isdir(out.strip())
+    code, _, err = ppl_eval("where", "huge_teacher")
+    assert code == 1
+    assert "choose one of tiny_teacher" in err
+
+
+def result(perplexity, **fingerprints):
+    metrics = {
+        "token_perplexity": perplexity,
+        "document_mean_perplexity": 2.0,
+        "word_perplexity": None,
+        "byte_perplexity": 1.5,
+        "bits_per_byte": 0.5,
+        "overflow": True,
+    }
+    counts = {"documents": 3, "scored_tokens": 1234}
+    part = {"counts": counts, "metrics": metrics}
+    prints = {"data": "a", "tokenizer": "b", "protocol": "c", **fingerprints}
+    return {"schema_version": 1, **part, "domains": {"d": part}, "fingerprints": prints}
+
+
+def test_compare(ppl_eval, tmp_path):
+    for name, content in (("one", result(5.25)), ("two", result(6.5, tokenizer="x"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(content))
+    code, out, _ = ppl_eval("compare", "one", "two/results.json")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[2] == ["one", "3", "1,234", "5.2500", "2.0000", "overflow", "1.5000", "0.5000"]
+    assert rows[3][:4] == ["two", "3", "1,234", "6.5000"]
+    assert rows[4:] == [
+        "note: the tokenizers differ: compare byte ppl and bits/byte, not token ppl".split()
+    ]
+    assert len(ppl_eval("compare", "one", "--domains")[1].splitlines()) == 4
+    (tmp_path / "two" / "results.json").write_text('{"schema_version": 1}')
+    assert "lacks counts, domains" in ppl_eval("compare", "two")[2]
+    (tmp_path / "two" / "results.json").write_text("{")
+    assert "is not JSON" in ppl_eval("compare", "two")[2]
+    assert "cannot read nowhere" in ppl_eval("compare", "nowhere")[2]
+
+
+def test_a_launcher_s_environment_does_not_matter(tmp_path):
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    command = [sys.executable, "-m", "ppl_eval.cli", "ls"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "tiny_ppl_eval" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough():
+    command = f"{sys.executable} -m ppl_eval.cli ls | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
