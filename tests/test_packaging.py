@@ -122,11 +122,11 @@ def test_an_installation_works_from_any_folder(fresh, source, wheel, tmp_path, h
         run(fresh, "-m", "ppl_eval.cli", "cp", "tiny_ppl_eval", "edited.yaml", cwd=elsewhere)
         config.write_text(original)
         assert "seed: 4321" in (elsewhere / "edited.yaml").read_text()
+    tune = ("-m", "torchtune._cli.tune", "run")
     config = "mine.yaml" if how == "folder" else "tiny_ppl_eval"
     run(
         fresh,
-        *("-m", "torchtune._cli.tune", "run"),
-        *(["--nproc_per_node", "4"] if how == "wheel" else []),
+        *(*tune, *(["--nproc_per_node", "4"] if how == "wheel" else [])),
         *("ppl_eval", "--config", config, "max_documents=20"),
         cwd=elsewhere,
     )
@@ -136,3 +136,18 @@ def test_an_installation_works_from_any_folder(fresh, source, wheel, tmp_path, h
     expected = f"tune run {processes}ppl_eval --config {config} max_documents=20"
     assert content["command"] == expected
     assert content["environment"]["num_processes"] == (4 if how == "wheel" else 1)
+    if how == "wheel":  # I1: a recipe in a subfolder and texts of one's own, on two processes
+        (elsewhere / "sub").mkdir()
+        run(fresh, "-m", "ppl_eval.cli", "cp", "ppl_eval", "sub/mine.py", cwd=elsewhere)
+        (elsewhere / "my_texts.py").write_text("def texts(words):\n    return words\n")
+        keys = ("source", "data_files", "split", "column", "domain_column")
+        run(
+            fresh,
+            *(*tune, "--nproc_per_node", "2", "sub/mine.py", "--config", "mine.yaml"),
+            *("dataset=my_texts.texts", "dataset.words=[ab,cd,ef]"),
+            *(f"~dataset.{key}" for key in keys),
+            cwd=elsewhere,
+        )
+        content = json.loads((elsewhere / "out/tiny_ppl_eval/results.json").read_text())
+        assert content["counts"]["documents"] == 3
+        assert content["command"].startswith("tune run --nproc_per_node 2 sub/mine --config")

@@ -1,19 +1,18 @@
-"""The recipe on real models, against transformers' own forward and published reference numbers.
-
-The same comparison on the embedded pair is in tests/unit/test_evaluate.py and never skips.
-"""
+"""The recipe against transformers' own forward: the embedded pair always, real models if given."""
 
 import json
 import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import chunks, oracle
 
 from ppl_eval import shipped
 from ppl_eval.data import hf_tokenizer
+from ppl_eval.data.protocol import DocumentProtocol
 
 STORIES = """
 output_dir: out
@@ -61,6 +60,21 @@ def assert_same(rows, reference):
         assert row["nll_nats_sum"] == pytest.approx(nll, rel=1e-6)
 
 
+@pytest.mark.parametrize("config", ["tiny_ppl_eval", "tiny_teacher_ppl_eval"])
+@pytest.mark.parametrize(("size", "bos"), [(256, True), (100, False)])
+def test_the_embedded_pair(monkeypatch, tmp_path, held_out, config, size, bos):
+    rows = measure(
+        monkeypatch,
+        tmp_path,
+        config,
+        "max_documents=40",
+        f"protocol.max_seq_len={size}",
+        f"protocol.add_bos={'auto' if bos else 'false'}",
+    )
+    folder = shipped.embedded_path("tiny_teacher" if "teacher" in config else "tiny_student")
+    assert_same(rows, by_transformers(folder, held_out, 40, size, bos))
+
+
 @pytest.mark.parametrize(
     ("corpus", "num_documents", "size", "bos"),
     [
@@ -87,6 +101,18 @@ def test_stories260k(
         f"protocol.add_bos={'auto' if bos else 'false'}",
     )
     assert_same(rows, by_transformers(folder, texts, num_documents, size, bos))
+
+
+def test_counts_of_smollm2_on_wikitext2(real_model, real_corpus):
+    """301,948 tokens in windows of 1,024 without BOS: 301,621 scored, 327 without context."""
+    tokenizer = hf_tokenizer(str(real_model("smollm2")))
+    lines = real_corpus("en_wikitext2_raw_test.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    windows = DocumentProtocol(1024).windows(
+        np.asarray(list(map(len, tokenizer.encode_batch(texts))))
+    )
+    assert windows.num_scored.sum() == 301_621
+    assert windows.no_context.sum() == 327
 
 
 def test_smollm2_on_ten_wikitext_articles(real_model, real_corpus, monkeypatch, tmp_path):

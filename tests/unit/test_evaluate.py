@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import ppl_eval
 from ppl_eval import UserError, evaluate
-from ppl_eval.data import hf_tokenizer
 from ppl_eval.evaluation import Progress
 
 
@@ -275,31 +274,3 @@ def test_progress_counts_every_token(bytes_model):
     assert [p.step for p in seen] == list(range(1, len(work.plan.batches) + 1))
     assert seen[-1].num_scored == result.summary.total.num_scored
     assert seen[-1].running.compute() == pytest.approx(result.perplexity)
-
-
-@pytest.mark.parametrize("name", ["tiny_teacher", "tiny_student"])
-def test_the_embedded_pair_equals_transformers(name, held_out):
-    """Per document 1e-6 relative to a float64 loop over transformers' own forward, in fp32."""
-    transformers = pytest.importorskip("transformers")
-    path = ppl_eval.shipped.embedded_path(name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = hf_tokenizer(str(path))
-    rows = [json.loads(line) for line in held_out.read_text().splitlines()][:40]
-    result = evaluate(load_embedded(name), tokenizer, rows, max_seq_len=256)
-    for row, found in zip(rows, result.summary.documents.rows(), strict=True):
-        ids = tokenizer.encode(row["text"], False, False)
-        windows = chunks(ids, 256, bos_id=tokenizer.bos_id)
-        count, nll = oracle(lambda tokens: theirs(tokens).logits, windows)
-        assert found["scored_tokens"] == count
-        assert found["nll_nats_sum"] == pytest.approx(nll, rel=1e-6)
-
-
-def load_embedded(name):
-    from ppl_eval.config import load
-    from ppl_eval.model import build, checkpoint
-
-    config = load(["--config", {"tiny_student": "tiny_ppl_eval"}.get(name, f"{name}_ppl_eval")])
-    model = build.build_on_meta(config.model, torch.float32)
-    state = checkpoint.read_state(checkpoint.complete_checkpointer(config.checkpointer))
-    checkpoint.load_into(model, state, torch.device("cpu"))
-    return model
