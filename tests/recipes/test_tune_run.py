@@ -108,3 +108,76 @@ def test_one_rank_that_breaks_shows_one_traceback(tmp_path):
     assert "unexpected error on rank 1" in ours
     assert "RuntimeError: a defect of rank one" in ours
     assert not list(tmp_path.rglob("results.json"))
+
+
+FINE_TUNING = """
+output_dir: tuned
+tokenizer: {{_component_: ppl_eval.data.hf_tokenizer, path: {student}, max_seq_len: 64}}
+dataset:
+  _component_: torchtune.datasets.text_completion_dataset
+  source: json
+  data_files: mine.jsonl
+  split: train
+seed: 1
+shuffle: true
+model:
+  _component_: torchtune.models.llama3_2.llama3_2
+  vocab_size: 509
+  num_layers: 3
+  num_heads: 8
+  num_kv_heads: 4
+  embed_dim: 64
+  intermediate_dim: 160
+  max_seq_len: 256
+  rope_base: 10000
+  scale_factor: 1
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: {student}
+  checkpoint_files: [model.safetensors]
+  output_dir: tuned
+  model_type: LLAMA3_2
+resume_from_checkpoint: false
+batch_size: 3
+epochs: 1
+optimizer: {{_component_: torch.optim.AdamW, lr: 1.0e-3}}
+optimizer_in_bwd: false
+loss: {{_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}}
+max_steps_per_epoch: 2
+gradient_accumulation_steps: 1
+clip_grad_norm: null
+compile: false
+device: cpu
+enable_activation_checkpointing: false
+enable_activation_offloading: false
+dtype: fp32
+metric_logger: {{_component_: torchtune.training.metric_logging.StdoutLogger}}
+log_every_n_steps: 1
+log_peak_memory_stats: false
+"""
+
+
+def test_a_recipe_of_torchtune_takes_our_tokenizer_and_we_measure_what_it_wrote(tmp_path):
+    """Documents of unequal length, so that the tokenizer's pad_id is needed."""
+    student = shipped.embedded_path("tiny_student")
+    (tmp_path / "tune.yaml").write_text(FINE_TUNING.format(student=student))
+    words = ["Ada lived near the mill.", "Bela slept.", "Cem lost the lamp in the attic."]
+    lines = [json.dumps({"text": text}) for text in words * 2]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines) + "\n")
+    done = tune_run(
+        "full_finetune_single_device", "--config", "tune.yaml", cwd=tmp_path, num_processes=1
+    )
+    assert done.returncode == 0, done.stderr
+    written = tmp_path / "tuned" / "epoch_0"
+    losses = []
+    for folder in (student, written):
+        done = tune_run(
+            *("ppl_eval", "--config", "tiny_ppl_eval", "dataset.data_files=mine.jsonl"),
+            f"checkpointer.checkpoint_dir={folder}",
+            cwd=tmp_path,
+            num_processes=1,
+        )
+        assert done.returncode == 0, done.stderr
+        content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
+        losses.append(content["metrics"]["nll_nats_per_token"])
+    assert losses[1] < losses[0]
