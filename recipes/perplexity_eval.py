@@ -7,13 +7,9 @@ runs it, with the same configs.
 """
 
 # ppl_eval comes before torchtune: it keeps a notice of torchao's off the terminal
-from ppl_eval import components, evaluation, launch
+from ppl_eval import components, evaluation, launch, preflight
 from ppl_eval.config import EvalConfig, parse
-from ppl_eval.data import tokenizer as tokenizers
-from ppl_eval.data.protocol import document_protocol
-from ppl_eval.model import checkpoint
-from ppl_eval.model.agree import check_against_config
-from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.load import load
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.memory import peak_memory_gib
@@ -78,19 +74,16 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             process_group.start(group.backend, group.timeout_s, self.device)
             self.meshes = self.dims.build_mesh(self.device.type)
         with self.timer.phase("data"):
-            self.checkpointer = checkpoint.complete_checkpointer(cfg.checkpointer)
-            self.model = build_on_meta(cfg.model, self.dtype)
-            check_against_config(self.model, self.checkpointer)
-            self.workload = self.prepare(cfg)
+            self.ready = preflight.prepare(cfg, self.dtype, process_group.world())
+            self.model, self.workload = self.ready.model, self.ready.workload
             if self.ranks.rank == 0:
+                self.fingerprints = preflight.fingerprints(self.ready, cfg)
                 self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
                 components.need(
                     self.metric_logger, "metric_logger", "log_dict", "log_config", "close"
                 )
-                self.fingerprints = self.identify()
-        self.log_plan()
+        logger.info(tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size))
         with self.timer.phase("load"):
-            state = self.load_checkpoint(self.checkpointer)
             if self.meshes is not None:
                 shard_decoder(
                     self.model,
@@ -98,34 +91,14 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                     self.meshes.fsdp,
                     reshard_after_forward=cfg.parallel.reshard_after_forward,
                 )
-            self.checkpoint_dtype = checkpoint.load_into(self.model, state, self.device)
+            self.load_checkpoint()
         if self.metric_logger is not None:
             self.metric_logger.log_config(OmegaConf.structured(cfg))
 
-    def prepare(self, cfg: EvalConfig) -> evaluation.Workload:
-        """Documents, windows and batches: the same on every rank."""
-        evaluation.check_window(self.model, cfg.protocol.max_seq_len)
-        self.tokenizer = components.build(cfg.tokenizer, "tokenizer")
-        protocol = document_protocol(
-            self.tokenizer,
-            max_seq_len=cfg.protocol.max_seq_len,
-            stride=cfg.protocol.stride,
-            add_bos=cfg.protocol.add_bos,
-            add_eos=cfg.protocol.add_eos,
-        )
-        return evaluation.prepare(
-            self.tokenizer,
-            components.build(cfg.dataset, "dataset"),
-            protocol,
-            max_tokens_per_batch=cfg.max_tokens_per_batch,
-            max_documents=cfg.max_documents,
-            vocab_size=evaluation.vocab_size_of(self.model),
-            group=process_group.world(),
-        )
-
-    def load_checkpoint(self, cfg_checkpointer: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """All weights on CPU, by torchtune's names."""
-        return checkpoint.read_state(cfg_checkpointer)
+    def load_checkpoint(self) -> None:
+        """Each rank's shards, tensor by tensor, and the buffers that no checkpoint holds."""
+        first, ready = self.ranks.rank == 0, self.ready
+        load(self.model, ready.source, ready.convert, self.device, show_progress=first)
 
     def evaluate(self) -> None:
         """Score all windows, write and print the results."""
@@ -194,34 +167,11 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 "mesh": {**dataclasses.asdict(self.dims), "description": str(self.dims)},
                 "dtype": self.cfg.dtype,
                 "logits_dtype": self.cfg.logits_dtype,
-                "checkpoint_dtype": self.checkpoint_dtype,
+                "checkpoint_dtype": self.ready.checkpoint_dtype,
             },
             "config": dataclasses.asdict(self.cfg),
             "fingerprints": self.fingerprints,
         }
-
-    def identify(self) -> dict[str, str]:
-        """Fingerprints of all that the number depends on."""
-        return {
-            "data": self.workload.corpus.fingerprint,
-            "tokenizer": tokenizers.fingerprint(self.tokenizer),
-            "model": checkpoint.fingerprint(self.checkpointer, self.cfg.model),
-            "protocol": self.workload.protocol.fingerprint,
-            "plan": self.workload.plan.fingerprint,
-        }
-
-    def log_plan(self) -> None:
-        """Say what is about to run."""
-        workload, ranks = self.workload, self.dims.batch_size
-        padding = 1 - (
-            (workload.windows.num_tokens - 1 + (workload.protocol.bos_id is not None)).sum()
-            / workload.plan.num_positions.sum()
-        )
-        logger.info(
-            f"{len(workload.corpus.documents):,} documents, {workload.corpus.num_tokens.sum():,}"
-            f" tokens: {len(workload.windows):,} windows in {len(workload.plan.batches):,} batches"
-            f" ({padding:.1%} padding), {workload.plan.num_steps(ranks):,} steps on {self.dims}"
-        )
 
     def cleanup(self) -> None:
         """Close the metric logger and leave the process group."""

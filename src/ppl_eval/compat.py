@@ -50,20 +50,6 @@ def load_model_state(checkpointer: Any) -> dict[str, Any]:
         raise UserError(f"the checkpoint cannot be loaded: {describe(error)}") from error
 
 
-def refuse_wrong(model: nn.Module) -> None:
-    """Refuse what torchtune 0.6.1 computes wrongly.
-
-    Raises:
-        UserError: Gemma 2, whose final soft cap is put on the hidden states instead of the logits.
-    """
-    for module in model.modules():
-        if type(module).__name__ == "Gemma2FinalNorm":
-            raise UserError(
-                "torchtune 0.6.1 caps Gemma 2's hidden states where the model caps its logits, so"
-                " its loss is wrong: Gemma 2 is not evaluated yet"
-            )
-
-
 def rebuild_rope(model: nn.Module) -> None:
     """Fill the rotary tables: buffers that no checkpoint holds and that meta leaves unset.
 

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppl_eval import compat, components, launch, shipped
 from ppl_eval.errors import UserError
+from ppl_eval.model import auto
 
 compat.quiet()
 
@@ -68,6 +69,7 @@ class EvalConfig:
     """Everything that a config file of the recipe may say."""
 
     output_dir: str = "./out/ppl_eval"
+    checkpoint_dir: str | None = None
     tokenizer: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     checkpointer: dict[str, Any] = field(default_factory=dict)
@@ -200,6 +202,7 @@ def to_config(content: DictConfig) -> EvalConfig:
         where = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"config: {where}{(error.msg or str(error)).splitlines()[0]}") from error
     assert isinstance(config, EvalConfig)
+    _complete_from_folder(config)
     _check_values(config)
     _fill_in_checkpointer(config.checkpointer)
     for key in COMPONENTS:
@@ -279,6 +282,27 @@ def _check_values(config: EvalConfig) -> None:
     for key in COMPONENTS:
         if not getattr(config, key).get("_component_"):
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
+
+
+def _complete_from_folder(config: EvalConfig) -> None:
+    """Sections without a ``_component_`` are what the checkpoint folder says; given keys win."""
+    described = ("model", "checkpointer", "tokenizer")
+    open_sections = [key for key in described if "_component_" not in getattr(config, key)]
+    if config.checkpoint_dir is None:
+        if len(open_sections) == len(described):
+            raise UserError(
+                "checkpoint_dir is not set: set checkpoint_dir=DIR, a Hugging Face folder"
+            )
+        return
+    if open_sections:
+        found = auto.sections(config.checkpoint_dir)
+        for key in open_sections:
+            setattr(config, key, {**found[key], **getattr(config, key)})
+    elif config.checkpointer.get("checkpoint_dir") != config.checkpoint_dir:
+        raise UserError(
+            f"checkpoint_dir is {config.checkpoint_dir}, but the checkpointer section names"
+            f" {config.checkpointer.get('checkpoint_dir')}: set checkpointer.checkpoint_dir instead"
+        )
 
 
 def _check_finite(node: Any, key: str) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torchtune.modules import MultiHeadAttention, RMSNorm
+from torchtune.modules import MultiHeadAttention
 
 from ppl_eval.errors import UserError
+from ppl_eval.model.convert import layout_of
+from ppl_eval.model.corrections import rope_scaling
 
 _CONVERSIONS = {
     "qwen2": {"QWEN2"},
@@ -21,37 +23,47 @@ _CONVERSIONS = {
 """config.json's model_type -> model types whose key conversion is right for it."""
 
 
-def check_against_config(model: nn.Module, checkpointer: Mapping[str, Any]) -> None:
+def check_against_config(
+    model: nn.Module, checkpointer: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
     """Compare heads, rotary base, norm epsilon and family with the checkpoint's config.json.
 
-    All of these load without complaint and give a wrong loss. A folder without config.json, and
-    what it does not state, is taken as it comes.
+    All of these load without complaint and give a wrong loss. What config.json does not state is
+    taken as it comes.
 
     Args:
         model: built, on meta or not.
-        checkpointer: the checked section; ``checkpoint_dir`` holds config.json.
+        checkpointer: the checked section.
+        config: config.json of its folder, or empty.
 
     Raises:
         UserError: config.json and the model section differ, naming both values.
     """
     folder = checkpointer.get("checkpoint_dir")
-    path = Path(folder) / "config.json" if folder else None
-    if path is None or not path.is_file():
-        return
-    config = read_config(path)
     family, model_type = config.get("model_type"), checkpointer.get("model_type")
     suited = _CONVERSIONS.get(str(family))
     if suited and model_type is not None and model_type not in suited:
         raise UserError(
-            f"{path} is of a {family}, but checkpointer.model_type is {model_type}: set it to"
-            f" {' or '.join(sorted(suited))}"
+            f"{folder}/config.json is of a {family}, but checkpointer.model_type is {model_type}:"
+            f" set it to {' or '.join(sorted(suited))}"
         )
     for key, stated, built in _pairs(model, config):
         if stated is not None and built is not None and abs(stated - built) > 1e-6 * abs(stated):
             raise UserError(
-                f"{path} has {key} {stated:g}, but the model section builds {built:g}: make the"
-                " model section describe the checkpoint"
+                f"{folder}/config.json has {key} {stated:g}, but the model section builds"
+                f" {built:g}: make the model section describe the checkpoint"
             )
+
+
+def config_of(checkpointer: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json beside the weights that a ``checkpointer`` section names; empty if none."""
+    folder = checkpointer.get("checkpoint_dir")
+    path = Path(folder) / "config.json" if folder else None
+    if path is None or not path.is_file():
+        if path is not None and layout_of(checkpointer) == "Hugging Face":
+            raise UserError(f"there is no {path}, which a Hugging Face checkpoint needs")
+        return {}
+    return read_config(path)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -73,7 +85,7 @@ def _pairs(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, A
     """(key, value in config.json, value in the model), None where one of them does not say."""
     modules = list(model.modules())
     attention = next((m for m in modules if isinstance(m, MultiHeadAttention)), None)
-    norm = next((m for m in modules if isinstance(m, RMSNorm)), None)
+    norm = next((m for m in modules if isinstance(getattr(m, "eps", None), float)), None)
     heads = _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads") or heads
     yield "num_attention_heads", heads, getattr(attention, "num_heads", None)
@@ -81,9 +93,7 @@ def _pairs(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, A
     yield "rms_norm_eps", _number(config, "rms_norm_eps"), getattr(norm, "eps", None)
     rope = getattr(attention, "pos_embeddings", None)
     # transformers 5 moved rope_theta into rope_parameters
-    parameters = config.get("rope_parameters")
-    nested = parameters if isinstance(parameters, Mapping) else {}
-    theta = _number(config, "rope_theta") or _number(nested, "rope_theta")
+    theta = _number(config, "rope_theta") or _number(rope_scaling(config), "rope_theta")
     yield "rope_theta", theta, getattr(rope, "base", None)
 
 

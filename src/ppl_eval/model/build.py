@@ -7,16 +7,20 @@ import torch
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval import compat, components
+from ppl_eval import components
 from ppl_eval.errors import UserError
+from ppl_eval.model.corrections import correct
 
 
-def build_on_meta(node: Mapping[str, Any], dtype: torch.dtype) -> TransformerDecoder:
-    """Build the ``model`` component without allocating its parameters.
+def build_on_meta(
+    node: Mapping[str, Any], dtype: torch.dtype, config: Mapping[str, Any]
+) -> TransformerDecoder:
+    """Build the ``model`` component without allocating its parameters, and correct it.
 
     Args:
         node: ``_component_`` and its arguments.
         dtype: of the parameters.
+        config: the checkpoint's config.json, or empty; see :mod:`ppl_eval.model.corrections`.
 
     Raises:
         UserError: the builder rejects its arguments, or gives no decoder.
@@ -38,5 +42,5 @@ def build_on_meta(node: Mapping[str, Any], dtype: torch.dtype) -> TransformerDec
             raise UserError(
                 f"model: {name} is {parameter.dtype}: quantised models are not evaluated"
             )
-    compat.refuse_wrong(model)
+    correct(model, config)
     return model

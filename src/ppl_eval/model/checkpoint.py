@@ -1,20 +1,16 @@
-"""Weights: found, read through torchtune's checkpointer, checked, and put into a sharded model."""
+"""The checkpointer section: which files it means, what identifies them, and how to read them."""
 
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ppl_eval import compat, components
 from ppl_eval import fingerprint as fingerprints
 from ppl_eval.errors import UserError
+from ppl_eval.model.convert import Convert, converter, layout_of
 from ppl_eval.model.folder import find_weight_files
+from ppl_eval.model.source import DistributedSource, FileSource, Source, StateSource
 
 _LISTED = 5
 
@@ -55,6 +51,7 @@ def complete_checkpointer(node: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(node.get("output_dir", ""), str | None):
         raise UserError(f"checkpointer.output_dir is {node['output_dir']!r}, but it is a folder")
+    distributed_folder(node)
     if "checkpoint_files" in node and "checkpoint_dir" in node:
         files = node["checkpoint_files"] or find_weight_files(node["checkpoint_dir"])
         node["checkpoint_files"] = files
@@ -90,7 +87,8 @@ def fingerprint(node: Mapping[str, Any], model_node: Mapping[str, Any]) -> str:
         node: from :func:`complete_checkpointer`. Where the folder is does not count.
         model_node: the ``model`` section.
     """
-    paths = weight_files(node)
+    distributed = distributed_folder(node)
+    paths = sorted(distributed.iterdir()) if distributed else weight_files(node)
     folder = node.get("checkpoint_dir")
     config = Path(folder) / "config.json" if folder else None
     if config is not None and config.is_file():
@@ -100,99 +98,58 @@ def fingerprint(node: Mapping[str, Any], model_node: Mapping[str, Any]) -> str:
     return fingerprints.of(model_node, reading, fingerprints.of_files(paths))
 
 
-def read_state(node: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """All weights by torchtune's names, on CPU, as the ``checkpointer`` component reads them.
+def open_checkpoint(
+    node: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[Source, Convert, str | None]:
+    """The checkpoint's tensors, not yet read, and what turns their names into torchtune's.
+
+    torchtune's own checkpointers are not called: they read everything on every rank. Any other
+    component is, and its whole state dict is taken.
 
     Args:
         node: from :func:`complete_checkpointer`.
-
-    Raises:
-        UserError: a file that is missing or cannot be read.
-    """
-    # torchtune's checkpointers make their output_dir at once; an evaluation never writes to it
-    with tempfile.TemporaryDirectory() as nowhere:
-        more = {"output_dir": nowhere} if "output_dir" in node else {}
-        return compat.load_model_state(components.build(node, "checkpointer", **more))
-
-
-def load_into(model: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> str:
-    """Give each rank its shards of ``state`` and empty it on the way.
-
-    Args:
-        model: on the meta device, already sharded; afterwards on ``device``.
-        state: torchtune's names -> full tensors on CPU, the same on every rank.
-        device: of this rank.
+        config: the checkpoint's config.json, or empty.
 
     Returns:
-        The dtype that most of the checkpoint's numbers have, such as ``bf16``.
+        The source, the conversion, and the layout of the names (None if the component is not
+        torchtune's).
 
     Raises:
-        UserError: names or shapes of model and checkpoint differ; both are listed.
+        UserError: a file that cannot be read, or a family that is not evaluated.
     """
-    slots = dict(model.named_parameters())
-    _drop_copy_of_tied_head(slots, state)
-    _check_same(slots, state)
-    sizes: Counter[str] = Counter()
-    shards = {}
-    for name, slot in slots.items():
-        full = state.pop(name)
-        sizes[str(full.dtype).removeprefix("torch.")] += full.numel()
-        full = full.to(device=device, dtype=slot.dtype)
-        if isinstance(slot, DTensor):
-            # every rank has the full tensor, so it takes its shard without communication
-            shard = distribute_tensor(full, slot.device_mesh, slot.placements, src_data_rank=None)
-        else:
-            shard = full.contiguous()
-        shards[name] = nn.Parameter(shard, requires_grad=False)
-    model.load_state_dict(shards, strict=True, assign=True)
-    with device:
-        compat.rebuild_rope(model)
-    unset = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
-    if unset:
-        raise RuntimeError(f"no value for {', '.join(unset[:_LISTED])}")
-    return sizes.most_common(1)[0][0]
+    layout = layout_of(node)
+    convert = converter(node, config)
+    distributed = distributed_folder(node)
+    if distributed is not None:
+        return DistributedSource(distributed), convert, "torchtune"
+    if layout is not None:
+        return FileSource(weight_files(node)), convert, layout
+    # a checkpointer of torchtune's kind makes its output_dir at once; nothing is written to it
+    with tempfile.TemporaryDirectory() as nowhere:
+        more = {"output_dir": nowhere} if "output_dir" in node else {}
+        checkpointer = components.build(node, "checkpointer", **more)
+        return StateSource(compat.load_model_state(checkpointer)), convert, layout
 
 
-def _drop_copy_of_tied_head(slots: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
-    """A tied model's checkpoint may carry the shared weight twice, if both are the same."""
-    head, embedding = "output.weight", "tok_embeddings.weight"
-    if head in slots or head not in state or embedding not in state:
-        return
-    if not torch.equal(state[head], state[embedding]):
+def distributed_folder(node: Mapping[str, Any]) -> Path | None:
+    """The newest folder of a distributed checkpoint, for torchtune's DistributedCheckpointer.
+
+    It is ``checkpoint_dir`` itself or its ``dist_epoch_N`` with the largest N.
+
+    Raises:
+        UserError: neither holds a distributed checkpoint.
+    """
+    if str(node["_component_"]).rsplit(".", 1)[-1] != "DistributedCheckpointer":
+        return None
+    folder = Path(node["checkpoint_dir"])
+    if (folder / ".metadata").is_file():
+        return folder
+    epochs = [p.parent for p in folder.glob("dist_epoch_*/.metadata")]
+    if not epochs:
         raise UserError(
-            "the model ties its head to the embedding, but the checkpoint has an output.weight that"
-            " differs from tok_embeddings.weight: use an untied builder (or tie_word_embeddings:"
-            " false)"
+            f"{folder} holds no distributed checkpoint: no .metadata, and no dist_epoch_N with one"
         )
-    del state[head]
-
-
-def _check_same(slots: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in state.items():
-        if not tensor.is_floating_point():
-            raise UserError(
-                f"{name} is {str(tensor.dtype).removeprefix('torch.')} in the checkpoint: quantised"
-                " weights are not evaluated yet"
-            )
-    missing = [name for name in slots if name not in state]
-    extra = [name for name in state if name not in slots]
-    shapes = [
-        f"{name} is {tuple(state[name].shape)} in the checkpoint and {tuple(slots[name].shape)} in"
-        " the model"
-        for name in slots
-        if name in state and state[name].shape != slots[name].shape
-    ]
-    found = (
-        ("missing from the checkpoint", missing),
-        ("unknown to the model", extra),
-        ("of another shape", shapes),
-    )
-    problems = [f"{len(names)} {what}: {_some(names)}" for what, names in found if names]
-    if problems:
-        raise UserError(
-            f"checkpoint and model do not match: {' | '.join(problems)}: check the model section"
-            " against the checkpoint's config.json"
-        )
+    return max(epochs, key=lambda path: int(path.name.rsplit("_", 1)[-1]))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -99,6 +99,25 @@ def describe_run(content: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
 
+def describe_workload(workload: Any, mesh: str, num_ranks: int) -> str:
+    """How much is about to run, in one line.
+
+    Args:
+        workload: of :mod:`ppl_eval.evaluation`.
+        mesh: described.
+        num_ranks: data-parallel ranks.
+    """
+    windows, plan = workload.windows, workload.plan
+    num_inputs = windows.num_tokens - 1 + (workload.protocol.bos_id is not None)
+    padding = 1 - num_inputs.sum() / plan.num_positions.sum()
+    corpus = workload.corpus
+    return (
+        f"{len(corpus.documents):,} documents, {corpus.num_tokens.sum():,} tokens:"
+        f" {len(windows):,} windows in {len(plan.batches):,} batches ({padding:.1%} padding),"
+        f" {plan.num_steps(num_ranks):,} steps on {mesh}"
+    )
+
+
 def _some_of(files: Any) -> str:
     if isinstance(files, list):
         return ", ".join(files[:2]) + (f" and {len(files) - 2} more" if len(files) > 2 else "")

@@ -20,6 +20,29 @@ _CAST_ROWS = 16_384
 """Rows of a low-precision head that are cast to fp32 at a time."""
 
 
+class CappedHead(nn.Module):
+    """A head whose logits are soft-capped (Gemma 2).
+
+    Args:
+        head: gives the logits: a linear layer or torchtune's TiedLinear.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
+    """
+
+    def __init__(self, head: Any, soft_cap: float) -> None:
+        super().__init__()
+        self.head = head
+        self.soft_cap = soft_cap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Capped logits."""
+        return soft_capped(self.head(hidden), self.soft_cap)
+
+
+def soft_capped(logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """``soft_cap * tanh(logits / soft_cap)``."""
+    return soft_cap * torch.tanh(logits / soft_cap)
+
+
 def score(
     model: nn.Module,
     inputs_BT: torch.Tensor,
@@ -103,6 +126,8 @@ def _nll_in_chunks(
 
 def head_logits(output: Any, hidden_ND: torch.Tensor, fp32: bool) -> torch.Tensor:
     """Logits [N, V] of a decoder's ``output``: a linear layer, a tied one, or any callable."""
+    if isinstance(output, CappedHead):
+        return soft_capped(head_logits(output.head, hidden_ND, fp32), output.soft_cap)
     weight_VD = _plain_weight(output)
     if weight_VD is None or not fp32 or weight_VD.dtype == torch.float64:
         return output(hidden_ND)
@@ -118,7 +143,9 @@ def head_logits(output: Any, hidden_ND: torch.Tensor, fp32: bool) -> torch.Tenso
 
 
 def _plain_weight(output: Any) -> torch.Tensor | None:
-    """The weight, if ``output`` is nothing but a product with it."""
+    """The weight, if ``output`` is nothing but a product with it, perhaps capped."""
+    if isinstance(output, CappedHead):
+        output = output.head
     if isinstance(output, nn.Linear) and type(output).forward is nn.Linear.forward:
         return output.weight if output.bias is None else None
     tied = getattr(output, "tied_module", None)  # torchtune's TiedLinear, which is no nn.Module

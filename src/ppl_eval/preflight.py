@@ -1,0 +1,95 @@
+"""All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval import components, evaluation
+from ppl_eval.config import EvalConfig
+from ppl_eval.data import tokenizer as tokenizers
+from ppl_eval.data.protocol import document_protocol
+from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.model.agree import check_against_config, config_of
+from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.checkpoint import complete_checkpointer, fingerprint, open_checkpoint
+from ppl_eval.model.convert import Convert
+from ppl_eval.model.load import check_names
+from ppl_eval.model.source import Source
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is ready before any weight is read; the same on every rank.
+
+    Attributes:
+        checkpointer: the section, its weight files found.
+        model: on the meta device.
+        source: the checkpoint's tensors, names and shapes checked against the model.
+        convert: from their names to torchtune's.
+        checkpoint_dtype: what most of the checkpoint's numbers are.
+        tokenizer: the text's.
+        workload: documents, windows and plan.
+    """
+
+    checkpointer: Mapping[str, Any]
+    model: TransformerDecoder
+    source: Source
+    convert: Convert
+    checkpoint_dtype: str
+    tokenizer: TextTokenizer
+    workload: evaluation.Workload
+
+
+def prepare(
+    cfg: EvalConfig, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> Preflight:
+    """Check everything that can be checked without reading a weight.
+
+    Args:
+        cfg: the checked config.
+        dtype: of the model's parameters.
+        group: ranks that share the work of tokenising, or None for this process alone.
+
+    Raises:
+        UserError: whatever is wrong with checkpoint, model section, tokenizer, text or protocol.
+    """
+    checkpointer = complete_checkpointer(cfg.checkpointer)
+    config = config_of(checkpointer)
+    model = build_on_meta(cfg.model, dtype, config)
+    check_against_config(model, checkpointer, config)
+    source, convert, layout = open_checkpoint(checkpointer, config)
+    checkpoint_dtype = check_names(model, source, convert, layout)
+    evaluation.check_window(model, cfg.protocol.max_seq_len)
+    tokenizer = components.build(cfg.tokenizer, "tokenizer")
+    protocol = document_protocol(
+        tokenizer,
+        max_seq_len=cfg.protocol.max_seq_len,
+        stride=cfg.protocol.stride,
+        add_bos=cfg.protocol.add_bos,
+        add_eos=cfg.protocol.add_eos,
+    )
+    workload = evaluation.prepare(
+        tokenizer,
+        components.build(cfg.dataset, "dataset"),
+        protocol,
+        max_tokens_per_batch=cfg.max_tokens_per_batch,
+        max_documents=cfg.max_documents,
+        vocab_size=evaluation.vocab_size_of(model),
+        group=group,
+    )
+    return Preflight(checkpointer, model, source, convert, checkpoint_dtype, tokenizer, workload)
+
+
+def fingerprints(ready: Preflight, cfg: EvalConfig) -> dict[str, str]:
+    """What the number depends on, in short hashes."""
+    return {
+        "data": ready.workload.corpus.fingerprint,
+        "tokenizer": tokenizers.fingerprint(ready.tokenizer),
+        "model": fingerprint(ready.checkpointer, cfg.model),
+        "protocol": ready.workload.protocol.fingerprint,
+        "plan": ready.workload.plan.fingerprint,
+    }
