@@ -11,6 +11,8 @@ from ppl_eval import shipped
 from ppl_eval.config import COMPONENTS, known_keys, load, read_yaml
 from ppl_eval.model.build import build_on_meta
 
+STUDENT = str(shipped.embedded_path("tiny_student"))
+TEACHER = str(shipped.embedded_path("tiny_teacher"))
 NAMES = shipped.config_names()
 
 
@@ -24,11 +26,12 @@ def test_the_configs_are_found_and_none_has_a_name_of_torchtune():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_fits_the_schema_and_builds_its_model(name):
-    config = load(["--config", name])
-    model = build_on_meta(config.model, torch.float32)
+    folder = [f"checkpoint_dir={STUDENT}"] if name == "auto_ppl_eval" else []
+    config = load(["--config", name, *folder])
+    model = build_on_meta(config.model, torch.float32, {})
     assert all(p.is_meta for p in model.parameters())
     assert config.output_dir == f"./out/{name.replace('/', '_')}"
-    assert config.protocol.max_seq_len <= model.max_seq_len
+    assert config.protocol.max_seq_len <= model.max_seq_len or name == "auto_ppl_eval"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +57,11 @@ def test_the_commands_in_the_header_parse(name):
     for command in commands:
         args = command[command.index("--config") :]
         assert args[1] == name
+        args = [arg.replace("=DIR", f"={STUDENT}") for arg in args]
         config = load(args)
-        if "checkpointer.checkpoint_dir=DIR" in args:
-            assert config.tokenizer["path"] == config.checkpointer["checkpoint_dir"] == "DIR"
+        if f"checkpoint_dir={STUDENT}" in args:
+            assert config.tokenizer["path"] == config.checkpointer["checkpoint_dir"] == STUDENT
             assert config.dataset["data_files"] == "FILE.jsonl"
+            pointed = load([*args, f"checkpointer.checkpoint_dir={TEACHER}"])
+            assert pointed.checkpointer["checkpoint_dir"] == TEACHER
+            assert pointed.tokenizer["path"] == TEACHER or name == "auto_ppl_eval"

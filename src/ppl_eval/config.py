@@ -125,8 +125,19 @@ def load(args: Sequence[str]) -> EvalConfig:
         launch.set_log_level("DEBUG")
     path = shipped.config_path(known.config)
     config = to_config(override(read_yaml(path), overrides))
+    _refuse_ignored_folder(config, overrides)
     launch.set_log_level(config.log_level)
     return config
+
+
+def _refuse_ignored_folder(config: EvalConfig, overrides: Sequence[str]) -> None:
+    """A config that names its folder elsewhere would measure another model than asked for."""
+    used = config.checkpointer.get("checkpoint_dir")
+    if used != config.checkpoint_dir and any(o.startswith("checkpoint_dir=") for o in overrides):
+        raise UserError(
+            f"checkpoint_dir is {config.checkpoint_dir}, but the checkpointer section names {used}:"
+            " set checkpointer.checkpoint_dir instead"
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -298,11 +309,6 @@ def _complete_from_folder(config: EvalConfig) -> None:
         found = auto.sections(config.checkpoint_dir)
         for key in open_sections:
             setattr(config, key, {**found[key], **getattr(config, key)})
-    elif config.checkpointer.get("checkpoint_dir") != config.checkpoint_dir:
-        raise UserError(
-            f"checkpoint_dir is {config.checkpoint_dir}, but the checkpointer section names"
-            f" {config.checkpointer.get('checkpoint_dir')}: set checkpointer.checkpoint_dir instead"
-        )
 
 
 def _check_finite(node: Any, key: str) -> None:

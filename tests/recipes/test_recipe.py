@@ -250,11 +250,11 @@ mistakes = {
     ),
     "zero bytes of weights": (
         spoil(lambda folder: (folder / "model.safetensors").write_bytes(b"")),
-        "the checkpoint cannot be loaded: .*model.safetensors",
+        "model.safetensors cannot be read as safetensors",
     ),
     "no config.json": (
         spoil(lambda folder: (folder / "config.json").unlink()),
-        "FileNotFoundError: .*config.json",
+        "there is no .*config.json, which a Hugging Face",
     ),
     "no tokenizer": (
         spoil(lambda folder: (folder / "tokenizer.json").unlink()),
@@ -270,7 +270,7 @@ mistakes = {
     ),
     "weight of no llama": (
         rewrite(lambda w: w.update({"model.strange.weight": torch.zeros(1)})),
-        'cannot be loaded: .*unexpected key: "model.strange.weight"',
+        "1 unknown to the model: model.strange.weight",
     ),
     "another shape": (
         ["model.vocab_size=600"],
@@ -296,7 +296,7 @@ mistakes = {
     "another epsilon": (["model.norm_eps=0.1"], "rms_norm_eps 1e-05, but .* builds 0.1"),
     "quantised weights": (
         rewrite(lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})),
-        "norm.scale is int8 in the checkpoint: quantised weights are not evaluated",
+        "model.norm.weight is I8 in the checkpoint: quantised weights are not evaluated",
     ),
     "no checkpoint": (["checkpointer.checkpoint_dir=null"], "path is None|checkpoint_dir is None"),
     "a checkpoint that is a number": (["checkpointer.checkpoint_dir=5"], "checkpoint_dir is 5"),

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from ppl_eval import UserError, fingerprint, shipped
 from ppl_eval.config import load
-from ppl_eval.model import build, checkpoint
+from ppl_eval.model import checkpoint
 from ppl_eval.model.folder import find_weight_files
 
 
@@ -186,35 +185,3 @@ def test_a_checkpointer_section_that_cannot_be(change):
     key, value = change.split("=")
     with pytest.raises(UserError, match=bad_sections[change]):
         checkpoint.complete_checkpointer({**node, key: eval(value)})
-
-
-def test_formats_of_torchtune(tmp_path, student):
-    """The same weights as .bin, as torchtune's own format and through a file pattern."""
-    config = load(["--config", "tiny_ppl_eval"])
-    node = checkpoint.complete_checkpointer(config.checkpointer)
-    expected = checkpoint.read_state(node)
-    torch.save(load_file(student / "model.safetensors"), student / "pytorch_model.bin")
-    (student / "model.safetensors").unlink()
-    as_bin = {**config.checkpointer, "checkpoint_dir": str(student)}
-    torch.save(expected, student / "mine.pt")
-    own = {
-        **as_bin,
-        "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
-        "checkpoint_files": ["mine.pt"],
-    }
-    (student / "part-1-of-1.bin").symlink_to("pytorch_model.bin")
-    pattern = {"filename_format": "part-{}-of-{}.bin", "max_filename": "1"}
-    for section in (as_bin, own, {**as_bin, "checkpoint_files": pattern}):
-        found = checkpoint.read_state(checkpoint.complete_checkpointer(section))
-        assert set(found) == set(expected)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_gemma2_is_refused_until_it_is_right():
-    node = {
-        "_component_": "torchtune.models.gemma2.gemma2",
-        **{"vocab_size": 9, "num_layers": 2, "num_heads": 2, "head_dim": 8, "num_kv_heads": 1},
-        **{"embed_dim": 16, "intermediate_dim": 32, "max_seq_len": 16},
-    }
-    with pytest.raises(UserError, match="caps Gemma 2's hidden states"):
-        build.build_on_meta(node, torch.float32)

@@ -89,7 +89,7 @@ mistakes = {
     "~nothing": "~nothing: the config has no such key",
     "nothing": "'nothing' is not an override: write key=value",
     "--verbose": "--verbose is not an option",
-    "~model": "model has no _component_",
+    "~dataset": "dataset has no _component_",
     "~checkpointer.checkpoint_dir": r"Interpolation key 'checkpointer.checkpoint_dir' not found",
     "~checkpointer.model_type": "checkpointer .*missing a required argument: 'model_type'",
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torchtune.models.gemma2._attention import Gemma2Attention
+from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
@@ -100,10 +101,16 @@ def _plain_attention(gemma2: Gemma2Attention) -> MultiHeadAttention:
 
 def _uncap_hidden_states(model: TransformerDecoder) -> None:
     """Gemma 2: torchtune caps the final hidden states where the model caps the logits."""
-    norm: Any = model.norm
-    if type(norm).__name__ == "Gemma2FinalNorm":
-        model.norm = norm.rms_norm
-        model.output = CappedHead(model.output, norm.capping_value)
+    if isinstance(model.norm, Gemma2FinalNorm):
+        soft_cap = soft_cap_of(model.norm)
+        model.norm = model.norm.rms_norm
+        if soft_cap is not None:
+            model.output = CappedHead(model.output, soft_cap)
+
+
+def soft_cap_of(norm: Gemma2FinalNorm) -> float | None:
+    """The cap of the logits, None for none."""
+    return norm.capping_value
 
 
 def renamed(name: str, model_type: str | None) -> str:

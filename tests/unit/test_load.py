@@ -1,0 +1,335 @@
+"""Weights: every format gives the same model; what is wrong is named before any big read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torchtune.models.convert_weights import hf_to_tune, tune_to_meta
+
+from ppl_eval import UserError, shipped
+from ppl_eval.config import load as load_config
+from ppl_eval.model import build, checkpoint, load, source
+from ppl_eval.model.agree import config_of
+
+STUDENT = shipped.embedded_path("tiny_student")
+TEACHER = shipped.embedded_path("tiny_teacher")
+
+
+def section(folder, **changes):
+    return {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(folder),
+        "checkpoint_files": None,
+        "model_type": "LLAMA3_2",
+        "output_dir": None,
+        **changes,
+    }
+
+
+def meta_model(name="tiny_ppl_eval", dtype=torch.float32, **changes):
+    node = load_config(["--config", name]).model
+    return build.build_on_meta({**node, **changes}, dtype, {})
+
+
+def loaded(node, model=None):
+    model = meta_model() if model is None else model
+    node = checkpoint.complete_checkpointer(node)
+    opened, convert, layout = checkpoint.open_checkpoint(node, config_of(node))
+    load.check_names(model, opened, convert, layout)
+    load.load(model, opened, convert, torch.device("cpu"))
+    return dict(model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """torchtune's names, converted in one go."""
+    weights = load_file(STUDENT / "model.safetensors")
+    return hf_to_tune(weights, num_heads=8, num_kv_heads=4, dim=64)
+
+
+@pytest.fixture
+def student(tmp_path):
+    folder = tmp_path / "student"
+    folder.mkdir()
+    for path in STUDENT.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def same(found, expected):
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+def test_one_safetensors_file(expected):
+    same(loaded(section(STUDENT)), expected)
+
+
+def test_shards_with_an_index(student, expected):
+    weights = load_file(student / "model.safetensors")
+    (student / "model.safetensors").unlink()
+    names, index = sorted(weights), {}
+    for number in range(3):
+        file = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file({name: weights[name] for name in names[number::3]}, student / file)
+        index |= dict.fromkeys(names[number::3], file)
+    (student / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    same(loaded(section(student)), expected)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_bin_file(student, expected, legacy):
+    weights = load_file(student / "model.safetensors")
+    (student / "model.safetensors").unlink()
+    torch.save(weights, student / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    same(loaded(section(student)), expected)
+
+
+def test_a_pattern_of_files(student, expected):
+    (student / "part-1-of-1.safetensors").symlink_to("model.safetensors")
+    pattern = {"filename_format": "part-{}-of-{}.safetensors", "max_filename": "1"}
+    same(loaded(section(student, checkpoint_files=pattern)), expected)
+
+
+def test_torchtune_format(student, expected):
+    torch.save(expected, student / "mine.pt")
+    component = "torchtune.training.FullModelTorchTuneCheckpointer"
+    node = section(student, _component_=component, checkpoint_files=["mine.pt"])
+    same(loaded(node), expected)
+
+
+def test_meta_format(student, expected):
+    torch.save(tune_to_meta(expected), student / "consolidated.00.pth")
+    component = "torchtune.training.FullModelMetaCheckpointer"
+    node = section(student, _component_=component, checkpoint_files=["consolidated.00.pth"])
+    same(loaded(node), expected)
+
+
+@pytest.mark.parametrize("prefix", ["model", None])
+def test_a_distributed_checkpoint(tmp_path, expected, prefix):
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = {prefix: dict(expected), "epoch": 3} if prefix else dict(expected)
+    folder = tmp_path / "dist_epoch_7"
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    (tmp_path / "dist_epoch_9").mkdir()  # unfinished: no metadata
+    component = "torchtune.training.DistributedCheckpointer"
+    for where in (folder, tmp_path):
+        node = {"_component_": component, "checkpoint_dir": str(where), "output_dir": None}
+        same(loaded(node), expected)
+    with pytest.raises(UserError, match="holds no distributed checkpoint"):
+        checkpoint.complete_checkpointer({**node, "checkpoint_dir": str(tmp_path / "dist_epoch_9")})
+    (folder / ".metadata").write_bytes(b"x")
+    with pytest.raises(UserError, match="dist_epoch_7 is no distributed checkpoint"):
+        loaded(node)
+
+
+class OwnCheckpointer:
+    def __init__(self, checkpoint_dir, output_dir):
+        self.folder, self.output_dir = checkpoint_dir, output_dir
+
+    def load_checkpoint(self):
+        weights = load_file(f"{self.folder}/model.safetensors")
+        return {"model": hf_to_tune(weights, num_heads=8, num_kv_heads=4, dim=64)}
+
+
+def test_a_checkpointer_of_ones_own(expected):
+    component = f"{__name__}.OwnCheckpointer"
+    node = {"_component_": component, "checkpoint_dir": str(STUDENT), "output_dir": None}
+    same(loaded(node), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_and_the_rotary_table_in_fp32(dtype, expected):
+    model = meta_model(dtype=dtype)
+    found = loaded(section(STUDENT), model)
+    same(found, expected)
+    assert {tensor.dtype for tensor in found.values()} == {dtype}
+    caches = {name: b.dtype for name, b in model.named_buffers() if name.endswith("cache")}
+    assert set(caches.values()) == {torch.float32}
+
+
+def test_the_parameters_are_no_view_of_the_file(student, expected):
+    model = meta_model()
+    loaded(section(student), model)
+    with (student / "model.safetensors").open("r+b") as file:
+        file.seek(2000)
+        file.write(bytes(600_000))
+    same(dict(model.named_parameters()), expected)
+
+
+def spoiled(student, change):
+    weights = load_file(student / "model.safetensors")
+    change(weights)
+    save_file(weights, student / "model.safetensors")
+    return section(student)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def never_read(*args):
+    raise AssertionError("a weight was read before the names were checked")
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "message"),
+    [
+        (lambda w: w.pop(UP), {}, "1 missing from the checkpoint: layers.1.mlp.w3.weight"),
+        (
+            lambda w: w.update({UP.replace("1", "7"): torch.ones(1)}),
+            {},
+            "1 unknown to the model: layers.7.mlp.w3.weight",
+        ),
+        (
+            lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
+            {},
+            "1 unknown to the model: model.layers.0.self_attn.q_proj.bias",
+        ),
+        (
+            lambda w: [w.pop(key) for key in list(w) if "mlp" in key],
+            {},
+            r"9 missing from the checkpoint: (\S+; ){5}\.\.\.",
+        ),
+        (
+            lambda w: None,
+            {"vocab_size": 512},
+            r"1 of another shape: tok_embeddings.weight is \(509, 64\) in the checkpoint and"
+            r" \(512, 64\)",
+        ),
+        (
+            lambda w: None,
+            {"tie_word_embeddings": False},
+            "1 missing from the checkpoint: output.weight",
+        ),
+        (
+            lambda w: w.update({"lm_head.weight": torch.ones(512, 64)}),
+            {},
+            "1 unknown to the model: output.weight",
+        ),
+        (
+            lambda w: w.update({UP: torch.ones(160, 64, dtype=torch.int8)}),
+            {},
+            f"{UP} is I8 in the checkpoint: quantised",
+        ),
+        (
+            lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(30, 64)}),
+            {},
+            r"k_proj.weight is \(30, 64\) in the checkpoint, which does not go with the heads",
+        ),
+    ],
+)
+def test_what_does_not_match_is_listed_before_any_read(
+    student, monkeypatch, change, model, message
+):
+    node = spoiled(student, change)
+    monkeypatch.setattr(source.FileSource, "tensors", never_read)
+    with pytest.raises(UserError, match=message):
+        loaded(node, meta_model(**model))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_no_number_is_named(student, value):
+    node = spoiled(student, lambda w: w[UP].view(-1)[77].fill_(value))
+    with pytest.raises(UserError, match=f"{UP} holds NaN or infinite"):
+        loaded(node)
+
+
+def test_a_number_that_fp16_cannot_hold(student):
+    node = spoiled(student, lambda w: w[UP].view(-1)[77].fill_(1e6))
+    loaded(node)
+    with pytest.raises(UserError, match="dtype=fp16 cannot hold them"):
+        loaded(node, meta_model(dtype=torch.float16))
+
+
+def test_the_copy_of_a_tied_head(student, expected):
+    """D3: the same values are accepted, others are not."""
+    node = spoiled(student, lambda w: w.update({"lm_head.weight": w[EMBEDDING].clone()}))
+    same(loaded(node), expected)
+    node = spoiled(student, lambda w: w["lm_head.weight"].view(-1)[-1].add_(1))
+    with pytest.raises(UserError, match="ties its head to the embedding, but the checkpoint has"):
+        loaded(node)
+
+
+def test_a_tensor_in_two_files(student):
+    (student / "again.safetensors").write_bytes((student / "model.safetensors").read_bytes())
+    node = section(student, checkpoint_files=["model.safetensors", "again.safetensors"])
+    with pytest.raises(UserError, match=r"is in model.safetensors and in again.safetensors: which"):
+        loaded(node)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, None])
+def test_files_that_are_cut_short(student, content):
+    path = student / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10] if content is None else content)
+    with pytest.raises(UserError, match="model.safetensors cannot be read as safetensors"):
+        loaded(section(student))
+
+
+class Unsafe:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": Unsafe()}, "pytorch_model.bin cannot be loaded with weights_only=True"),
+        ({"a": 5}, "pytorch_model.bin is no state dict of tensors by name"),
+        ([1, 2], "pytorch_model.bin is no state dict of tensors by name"),
+    ],
+)
+def test_pickles_that_are_no_weights(student, content, message, capsys):
+    (student / "model.safetensors").unlink()
+    torch.save(content, student / "pytorch_model.bin")
+    with pytest.raises(UserError, match=message) as error:
+        loaded(section(student))
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("component", "advice"),
+    [
+        (
+            "FullModelMetaCheckpointer",
+            "the names are Hugging Face's: use .*FullModelHFCheckpointer",
+        ),
+        ("FullModelTorchTuneCheckpointer", "the names are Hugging Face's: use"),
+    ],
+)
+def test_the_wrong_checkpointer(component, advice):
+    """D4: the message names the right one."""
+    node = section(STUDENT, _component_=f"torchtune.training.{component}")
+    with pytest.raises(UserError, match=advice):
+        loaded(node)
+
+
+def test_a_torchtune_file_with_the_hugging_face_checkpointer(student, expected):
+    save_file(expected, student / "model.safetensors")
+    with pytest.raises(UserError, match=r"torchtune's: use .*FullModelTorchTuneCheckpointer"):
+        loaded(section(student))
+
+
+def test_a_family_that_is_no_text_decoder(student):
+    with pytest.raises(UserError, match="model_type is CLIP_TEXT, but text decoders are one of"):
+        loaded(section(student, model_type="CLIP_TEXT"))
+
+
+def test_config_json_without_sizes(student):
+    (student / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="does not give num_attention_heads and hidden_size"):
+        loaded(section(student))
+    (student / "config.json").unlink()
+    with pytest.raises(UserError, match=r"there is no .*config.json, which a Hugging Face"):
+        loaded(section(student))
+
+
+def test_the_dtype_of_the_checkpoint():
+    node = checkpoint.complete_checkpointer(section(STUDENT))
+    opened, convert, layout = checkpoint.open_checkpoint(node, config_of(node))
+    assert load.check_names(meta_model(), opened, convert, layout) == "float32"
