@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppl_eval import launch, shipped
+from ppl_eval import compat, launch, shipped
 from ppl_eval.errors import UserError
 
 
@@ -18,6 +18,7 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    compat.quiet()
     try:
         args.run(args)
         sys.stdout.flush()
@@ -46,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     where = commands.add_parser("where", help="print the folder of an embedded model or text")
     where.add_argument("name", help=f"one of {', '.join(shipped.EMBEDDED)}")
     where.set_defaults(run=lambda args: print(shipped.embedded_path(args.name)))
+
+    check = commands.add_parser("check", help="all of a run that needs no weights")
+    check.add_argument("--config", required=True, metavar="NAME_OR_PATH")
+    check.add_argument("--num-processes", type=int, default=1, help="that the run would have")
+    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.set_defaults(run=lambda args: _check(args.config, args.overrides, args.num_processes))
 
     compare = commands.add_parser("compare", help="show several runs as one table")
     compare.add_argument("results", nargs="+", type=Path, help="output folders or results.json")
@@ -84,6 +91,12 @@ def _cp(name: str, destination: Path, *, keep: bool, make_parents: bool) -> None
         hint = "" if destination.parent.is_dir() else "; --make-parents creates the folder"
         raise UserError(f"cannot write {destination}: {error.strerror}{hint}") from error
     print(f"copied to {destination}")
+
+
+def _check(config: str, overrides: Sequence[str], num_processes: int) -> None:
+    from ppl_eval.preflight import describe
+
+    print(describe(["--config", config, *overrides], num_processes))
 
 
 def _compare(paths: Sequence[Path], *, with_domains: bool) -> None:

@@ -2,12 +2,13 @@
 
 import logging
 import warnings
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ppl_eval.components import describe
 from ppl_eval.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def quiet() -> None:
@@ -50,7 +51,7 @@ def load_model_state(checkpointer: Any) -> dict[str, Any]:
         raise UserError(f"the checkpoint cannot be loaded: {describe(error)}") from error
 
 
-def rebuild_rope(model: nn.Module) -> None:
+def rebuild_rope(model: "nn.Module") -> None:
     """Fill the rotary tables: buffers that no checkpoint holds and that meta leaves unset.
 
     Call it with the real device as torch's default device.

@@ -165,13 +165,15 @@ def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for text in overrides:
         if text.startswith("--"):
             raise UserError(f"{text} is not an option: give --config NAME_OR_PATH and key=value")
+        plain: Any = OmegaConf.to_container(config, resolve=False)
         if text.startswith("~"):
-            _remove(config, text[1:].split("=")[0])
+            _remove(plain, text[1:].split("=")[0])
+            config = OmegaConf.create(plain)
             continue
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise UserError(f"{text!r} is not an override: write key=value, or ~key to remove one")
-        if isinstance(config.get(key), DictConfig) and "_component_" in config[key]:
+        if isinstance(plain.get(key), dict) and "_component_" in plain[key]:
             key += "._component_"
         try:
             parsed = OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"])
@@ -184,12 +186,12 @@ def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
-def _remove(config: DictConfig, dotted: str) -> None:
+def _remove(config: dict[str, Any], dotted: str) -> None:
     *parents, last = dotted.split(".")
     node: Any = config
     for part in parents:
-        node = node.get(part) if isinstance(node, DictConfig) else None
-    if not isinstance(node, DictConfig) or last not in node:
+        node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or last not in node:
         raise UserError(f"~{dotted}: the config has no such key to remove{_suggest(dotted)}")
     del node[last]
 
@@ -201,10 +203,10 @@ def to_config(content: DictConfig) -> EvalConfig:
         UserError: an unknown key, a value of the wrong type or out of range, a component that does
             not exist or does not take an argument.
     """
-    _check_keys(content, EvalConfig)
-    if not content.get("metric_logger"):
-        content = content.copy()
-        content["metric_logger"] = _DEFAULT_LOGGER
+    plain: Any = OmegaConf.to_container(content, resolve=False)
+    _check_keys(plain, EvalConfig)
+    if not plain.get("metric_logger"):
+        content = OmegaConf.create({**plain, "metric_logger": _DEFAULT_LOGGER})
     _register_resolver()
     try:
         merged = OmegaConf.merge(OmegaConf.structured(EvalConfig), content)
@@ -238,7 +240,7 @@ def known_keys(schema: type = EvalConfig, prefix: str = "") -> Iterator[str]:
             yield from known_keys(item.type, f"{prefix}{item.name}.")
 
 
-def _check_keys(node: DictConfig, schema: type, prefix: str = "") -> None:
+def _check_keys(node: Any, schema: type, prefix: str = "") -> None:
     fields = {item.name: item.type for item in dataclasses.fields(schema)}
     for key in node:
         if key not in fields:
@@ -246,7 +248,7 @@ def _check_keys(node: DictConfig, schema: type, prefix: str = "") -> None:
         inner = fields[str(key)]
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             value = node[key]
-            if not isinstance(value, DictConfig):
+            if not isinstance(value, dict):
                 raise UserError(f"config: {prefix}{key} is {value!r}, but it is a mapping of keys")
             _check_keys(value, inner, f"{prefix}{key}.")
 

@@ -1,7 +1,7 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval import components, evaluation
 from ppl_eval.config import EvalConfig
+from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.protocol import document_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
@@ -19,6 +20,9 @@ from ppl_eval.model.checkpoint import complete_checkpointer, fingerprint, open_c
 from ppl_eval.model.convert import Convert
 from ppl_eval.model.load import check_names
 from ppl_eval.model.source import Source
+from ppl_eval.parallel import process_group
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.report import tables
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,50 @@ def fingerprints(ready: Preflight, cfg: EvalConfig) -> dict[str, str]:
         "protocol": ready.workload.protocol.fingerprint,
         "plan": ready.workload.plan.fingerprint,
     }
+
+
+def describe(args: Sequence[str], num_processes: int) -> str:
+    """What a run with this command line would do, found out without a weight or a second process.
+
+    Args:
+        args: ``--config NAME key=value`` as for ``tune run ppl_eval``.
+        num_processes: that it would have.
+
+    Raises:
+        UserError: what the run would stop at.
+    """
+    cfg = load_config(args)
+    degrees = {
+        name: getattr(cfg.parallel, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")
+    }
+    dims = ParallelDims(**degrees, world_size=num_processes)
+    dtype = process_group.DTYPES[cfg.dtype]
+    ready = prepare(cfg, dtype)
+    workload, plan = ready.workload, ready.workload.plan
+    corpus, windows = workload.corpus, workload.windows
+    parameters = [p.numel() for p in ready.model.parameters()]
+    stored = ready.source.stored.values()
+    lines = {
+        "model": f"{cfg.model['_component_']}, {sum(parameters):,} parameters,"
+        f" {_gib(sum(parameters) * dtype.itemsize)} in {cfg.dtype}"
+        f" ({_gib(sum(parameters) * dtype.itemsize / dims.fsdp_size)} on each of"
+        f" {dims.fsdp_size})",
+        "weights": f"{ready.checkpointer.get('checkpoint_dir', '')}: {len(stored)} tensors,"
+        f" {_gib(sum(s.num_bytes for s in stored))} in {ready.checkpoint_dtype};"
+        " names and shapes match",
+        "text": f"{len(corpus.documents):,} documents, {corpus.num_tokens.sum():,} tokens,"
+        f" {corpus.num_words.sum():,} words, {corpus.num_bytes.sum():,} bytes",
+        "protocol": tables.describe_protocol(asdict(workload.protocol)),
+        "scored": f"{windows.num_scored.sum():,} tokens;"
+        f" {windows.no_context.sum():,} have no context",
+        "windows": f"{len(windows):,} in {len(plan.batches):,} batches of at most"
+        f" {plan.num_positions.max():,} positions, {tables.padding(workload):.1%} padding",
+        "mesh": f"{dims}, {num_processes} processes: {plan.num_steps(dims.batch_size):,} steps",
+    }
+    return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
+
+
+def _gib(num_bytes: float) -> str:
+    return (
+        f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:,.1f} MiB"
+    )

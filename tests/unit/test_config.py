@@ -1,5 +1,8 @@
 """The config surface: strict keys, typed values, overrides in torchtune's notation."""
 
+import subprocess
+import sys
+
 import pytest
 
 from ppl_eval import UserError
@@ -79,6 +82,7 @@ mistakes = {
     "model.rope_base=.inf": "model.rope_base is inf, but it is a finite number",
     "process_group.timeout_s=.nan": "process_group.timeout_s is nan",
     "model._component_=5": "model._component_ is 5, but it is an import path",
+    "custom_sharded_layers=[tok_embeddings]": "unknown config key custom_sharded_layers",
     "dtype=float32": "dtype is 'float32', but it is one of fp32, bf16, fp16",
     "logits_dtype=bf16": "logits_dtype is 'bf16', but it is one of fp32, model",
     "log_level=LOUD": "log_level is 'LOUD'",
@@ -137,3 +141,18 @@ def test_a_component_that_fails_to_import_says_why(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="importing it fails: No module named 'no_such_package'"):
         load([*TINY, "dataset=my_broken_texts.texts"])
+
+
+@pytest.mark.parametrize("override", ["checkpoint_dir=x", "~dataset.data_files", "dtype=bf16"])
+def test_overrides_in_a_fresh_process(override):
+    """The first command line of a process meets ${embedded:...} before anything resolved it."""
+    code = f"from ppl_eval.config import load; load(['--config', 'tiny_ppl_eval', {override!r}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interpolation_that_leads_nowhere(yaml):
+    path = yaml("output_dir: ${nowhere}\ncheckpoint_dir: ${env:X}\n")
+    for override in ("output_dir=x", "checkpoint_dir=x", "seed=1", "~output_dir"):
+        with pytest.raises(UserError, match=r"config: |checkpoint_dir"):
+            load([*path, override])

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from ppl_eval.errors import UserError
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Names of dtypes in a config."""
 
 
 def pick_device(name: str | None, local_rank: int, num_processes: int = 1) -> torch.device:
@@ -58,7 +59,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     Raises:
         UserError: the device cannot compute in it.
     """
-    dtype = _DTYPES[name]
+    dtype = DTYPES[name]
     if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise UserError(
             f"dtype is bf16, but {torch.cuda.get_device_name(device)} does not compute in it:"

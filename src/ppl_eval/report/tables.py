@@ -107,15 +107,18 @@ def describe_workload(workload: Any, mesh: str, num_ranks: int) -> str:
         mesh: described.
         num_ranks: data-parallel ranks.
     """
-    windows, plan = workload.windows, workload.plan
-    num_inputs = windows.num_tokens - 1 + (workload.protocol.bos_id is not None)
-    padding = 1 - num_inputs.sum() / plan.num_positions.sum()
-    corpus = workload.corpus
+    windows, plan, corpus = workload.windows, workload.plan, workload.corpus
     return (
         f"{len(corpus.documents):,} documents, {corpus.num_tokens.sum():,} tokens:"
-        f" {len(windows):,} windows in {len(plan.batches):,} batches ({padding:.1%} padding),"
-        f" {plan.num_steps(num_ranks):,} steps on {mesh}"
+        f" {len(windows):,} windows in {len(plan.batches):,} batches"
+        f" ({padding(workload):.1%} padding), {plan.num_steps(num_ranks):,} steps on {mesh}"
     )
+
+
+def padding(workload: Any) -> float:
+    """Share of the input positions that hold no token."""
+    num_inputs = workload.windows.num_tokens - 1 + (workload.protocol.bos_id is not None)
+    return float(1 - num_inputs.sum() / workload.plan.num_positions.sum())
 
 
 def _some_of(files: Any) -> str:
