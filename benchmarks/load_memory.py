@@ -1,0 +1,183 @@
+"""Memory and disk reads of loading a checkpoint, ours beside torchtune's own loader.
+
+    python benchmarks/load_memory.py CHECKPOINT_DIR [--ranks 1 2 4]
+
+For each number of ranks it starts fresh processes that load the folder (through auto_ppl_eval's
+sections, fp32) from a cold page cache, and prints a Markdown table: the largest rank's peak of
+anonymous memory above what it had before loading (RssAnon, sampled every 2 ms), its shards, and the
+bytes that all ranks together read from disk over the size of the files.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint_dir")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    args = parser.parse_args()
+    files = sorted(Path(args.checkpoint_dir).glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    print(f"{args.checkpoint_dir}: {size / MIB:.0f} MiB in {len(files)} files\n")
+    print("| loader | ranks | own shards | largest tensor | peak above base | allowed | disk |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for ranks in args.ranks:
+        for loader in ("ppl_eval", "torchtune"):
+            for file in files:
+                drop_from_cache(file)
+            rows = run(args.checkpoint_dir, loader, ranks)
+            worst = max(rows, key=lambda row: row["peak"] - row["base"])
+            shards, largest = worst["shards"], worst["largest"]
+            disk = sum(row["disk"] for row in rows) / size
+            print(
+                f"| {loader} | {ranks} | {shards / MIB:.0f} MiB | {largest / MIB:.0f} MiB"
+                f" | {(worst['peak'] - worst['base']) / MIB:.0f} MiB"
+                f" | {(shards + 2 * largest) / MIB:.0f} MiB | {disk:.2f} |",
+                flush=True,
+            )
+
+
+def drop_from_cache(file: Path) -> None:
+    """Make the next read of ``file`` come from disk."""
+    handle = os.open(file, os.O_RDONLY)
+    os.fsync(handle)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+
+
+def run(folder: str, loader: str, ranks: int) -> list[dict[str, int]]:
+    """What each rank measured."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = [
+            context.Process(target=rank_main, args=(rank, ranks, folder, loader, scratch))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a rank failed with exit code {process.exitcode}")
+        return [json.loads(Path(scratch, f"{r}.json").read_text()) for r in range(ranks)]
+
+
+def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str) -> None:
+    """One rank: build, shard, and measure the loading alone."""
+    import torch
+    import torch.distributed as dist
+
+    from ppl_eval import compat
+
+    compat.quiet()
+    from ppl_eval.config import load as load_config
+    from ppl_eval.model import build, checkpoint, load
+    from ppl_eval.model.agree import config_of
+    from ppl_eval.parallel.dims import ParallelDims
+    from ppl_eval.parallel.shard import shard_decoder
+
+    torch.set_num_threads(1)
+    cfg = load_config(
+        [
+            *("--config", "auto_ppl_eval", f"checkpoint_dir={folder}"),
+            "dataset.data_files=unused",
+        ]
+    )
+    node = checkpoint.complete_checkpointer(cfg.checkpointer)
+    config = config_of(node)
+    model = build.build_on_meta(cfg.model, torch.float32, config)
+    if world_size > 1:
+        store = f"file://{scratch}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        shard_decoder(
+            model, model.layers, ParallelDims(world_size=world_size).build_mesh("cpu").fsdp
+        )
+        dist.barrier()
+    base, disk_before = rss_anon(), disk_reads()
+    with Peak() as peak:
+        if loader == "ppl_eval":
+            opened, convert, layout = checkpoint.open_checkpoint(node, config)
+            load.check_names(model, opened, convert, layout)
+            load.load(model, opened, convert, torch.device("cpu"))
+        else:
+            load_with_torchtune(model, node, sharded=world_size > 1)
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    shards = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    found = {"base": base, "peak": peak.value, "disk": disk_reads() - disk_before}
+    Path(scratch, f"{rank}.json").write_text(
+        json.dumps({**found, "largest": largest, "shards": shards})
+    )
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def load_with_torchtune(model: Any, node: dict[str, Any], *, sharded: bool) -> None:
+    """As torchtune's distributed recipes do: the whole state dict on every rank."""
+    import torch
+    from torchtune.training import FullModelHFCheckpointer, load_from_full_model_state_dict
+
+    with tempfile.TemporaryDirectory() as nowhere:
+        arguments = {k: v for k, v in node.items() if k not in ("_component_", "output_dir")}
+        state = FullModelHFCheckpointer(**arguments, output_dir=nowhere).load_checkpoint()["model"]
+    if sharded:
+        load_from_full_model_state_dict(model, state, torch.device("cpu"), strict=True)
+    else:
+        model.to_empty(device="cpu")
+        model.load_state_dict(state)
+
+
+def local(parameter: Any) -> Any:
+    """The shard of a DTensor."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class Peak:
+    """Largest RssAnon while the block runs."""
+
+    def __enter__(self) -> "Peak":
+        self.value, self._done = rss_anon(), False
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done:
+            self.value = max(self.value, rss_anon())
+            time.sleep(0.002)
+
+    def __exit__(self, *_: object) -> None:
+        self.value = max(self.value, rss_anon())
+        self._done = True
+        self._thread.join()
+
+
+def rss_anon() -> int:
+    """Anonymous resident memory of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("this benchmark needs Linux: /proc/self/status has no RssAnon")
+
+
+def disk_reads() -> int:
+    """Bytes that this process caused to be read from disk."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise SystemExit("/proc/self/io has no read_bytes")
+
+
+if __name__ == "__main__":
+    main()
