@@ -8,11 +8,15 @@ import importlib
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from ppl_eval import compat
+
 if TYPE_CHECKING:
     from ppl_eval.data.documents import Document
     from ppl_eval.errors import UserError
     from ppl_eval.evaluation import Evaluation, evaluate
     from ppl_eval.metrics.perplexity import Perplexity
+
+compat.quiet()
 
 __version__ = version("ppl_eval")
 

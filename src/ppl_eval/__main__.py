@@ -3,8 +3,6 @@ runs its own."""
 
 import runpy
 
-from ppl_eval import compat
 from ppl_eval.shipped import recipe_path
 
-compat.quiet()
 runpy.run_path(str(recipe_path()), run_name="__main__")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppl_eval import compat, launch, shipped
+from ppl_eval import launch, shipped
 from ppl_eval.errors import UserError
 
 
@@ -18,7 +18,6 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    compat.quiet()
     try:
         args.run(args)
         sys.stdout.flush()

@@ -19,11 +19,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppl_eval import compat, components, launch, shipped
+from ppl_eval import components, launch, shipped
 from ppl_eval.errors import UserError
 from ppl_eval.model import auto
-
-compat.quiet()
 
 _DEFAULT_LOGGER = {
     "_component_": "torchtune.training.metric_logging.DiskLogger",
