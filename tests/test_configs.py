@@ -1,5 +1,6 @@
 """Every shipped config: schema, components, names, and the commands in its header."""
 
+import json
 import re
 import shlex
 
@@ -9,6 +10,9 @@ from torchtune._recipe_registry import get_all_recipes
 
 from ppl_eval import shipped
 from ppl_eval.config import COMPONENTS, known_keys, load, read_yaml
+from ppl_eval.errors import UserError
+from ppl_eval.model.agree import check_against_config
+from ppl_eval.model.auto import sections
 from ppl_eval.model.build import build_on_meta
 
 STUDENT = str(shipped.embedded_path("tiny_student"))
@@ -65,3 +69,242 @@ def test_the_commands_in_the_header_parse(name):
     if name != "auto_ppl_eval":
         pointed = load(["--config", name, f"checkpointer.checkpoint_dir={TEACHER}"])
         assert pointed.tokenizer["path"] == pointed.checkpointer["checkpoint_dir"] == TEACHER
+
+
+def llama(**more):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+def llama3_rope(factor):
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def qwen(**more):
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "max_window_layers": more["num_hidden_layers"],
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+def gemma(architecture, **more):
+    return {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 256000,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        **more,
+    }
+
+
+def gemma2(**more):
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    scalar = {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+    return gemma("Gemma2ForCausalLM", **caps, **scalar, **more)
+
+
+def sized(layers, dim, heads, kv_heads, intermediate, **more):
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        **more,
+    }
+
+
+SMALL_QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
+LARGE_QWEN = {"vocab_size": 152064, "tie_word_embeddings": False}
+PHI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+PUBLISHED = {
+    "smollm2/135M": (
+        134_515_008,
+        llama(
+            **sized(30, 576, 9, 3, 1536),
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            rope_theta=100000,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama3_2/1B": (
+        1_235_814_400,
+        llama(
+            **sized(16, 2048, 32, 8, 8192), tie_word_embeddings=True, rope_scaling=llama3_rope(32.0)
+        ),
+    ),
+    "llama3_2/3B": (
+        3_212_749_824,
+        llama(
+            **sized(28, 3072, 24, 8, 8192), tie_word_embeddings=True, rope_scaling=llama3_rope(32.0)
+        ),
+    ),
+    "llama3_1/8B": (
+        8_030_261_248,
+        llama(**sized(32, 4096, 32, 8, 14336), rope_scaling=llama3_rope(8.0)),
+    ),
+    "llama3_1/70B": (
+        70_553_706_496,
+        llama(**sized(80, 8192, 64, 8, 28672), rope_scaling=llama3_rope(8.0)),
+    ),
+    "qwen2/0.5B": (494_032_768, qwen(**sized(24, 896, 14, 2, 4864), **SMALL_QWEN)),
+    "qwen2/1.5B": (1_543_714_304, qwen(**sized(28, 1536, 12, 2, 8960), **SMALL_QWEN)),
+    "qwen2_5/0.5B": (494_032_768, qwen(**sized(24, 896, 14, 2, 4864), **SMALL_QWEN)),
+    "qwen2_5/1.5B": (1_543_714_304, qwen(**sized(28, 1536, 12, 2, 8960), **SMALL_QWEN)),
+    "qwen2_5/3B": (3_085_938_688, qwen(**sized(36, 2048, 16, 2, 11008), **SMALL_QWEN)),
+    "qwen2_5/7B": (7_615_616_512, qwen(**sized(28, 3584, 28, 4, 18944), **LARGE_QWEN)),
+    "qwen2_5/14B": (14_770_033_664, qwen(**sized(48, 5120, 40, 8, 13824), **LARGE_QWEN)),
+    "qwen2_5/32B": (32_763_876_352, qwen(**sized(64, 5120, 40, 8, 27648), **LARGE_QWEN)),
+    "qwen2_5/72B": (72_706_203_648, qwen(**sized(80, 8192, 64, 8, 29568), **LARGE_QWEN)),
+    "mistral/7B": (
+        7_241_732_096,
+        {
+            **sized(32, 4096, 32, 8, 14336),
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "hidden_act": "silu",
+            "vocab_size": 32000,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma/2B": (2_506_172_416, gemma("GemmaForCausalLM", **sized(18, 2048, 8, 1, 16384))),
+    "gemma/7B": (8_537_680_896, gemma("GemmaForCausalLM", **sized(28, 3072, 16, 16, 24576))),
+    "gemma2/2B": (2_614_341_888, gemma2(**sized(26, 2304, 8, 4, 9216))),
+    "gemma2/9B": (9_241_705_984, gemma2(**sized(42, 3584, 16, 8, 14336))),
+    "phi3/mini": (
+        3_821_079_552,
+        {
+            **PHI,
+            **sized(32, 3072, 32, 32, 8192),
+            "vocab_size": 32064,
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+            "sliding_window": 2047,
+        },
+    ),
+    "phi4/14B": (
+        14_659_507_200,
+        {
+            **PHI,
+            **sized(40, 5120, 40, 10, 17920),
+            "vocab_size": 100352,
+            "max_position_embeddings": 16384,
+            "rope_theta": 250000,
+            "sliding_window": None,
+        },
+    ),
+}
+"""Parameters, and what the publishers' config.json says."""
+
+
+def built(model_section, config):
+    model = build_on_meta(model_section, torch.bfloat16, config)
+    return model, {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_every_published_model_with_a_config_is_checked():
+    ours = {name.removesuffix("_ppl_eval") for name in NAMES}
+    assert ours - {"auto", "tiny", "tiny_teacher"} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_config_builds_the_published_model(name, tmp_path):
+    parameters, published = PUBLISHED[name]
+    config = load(["--config", f"{name}_ppl_eval"])
+    model, shapes = built(config.model, published)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    dim, heads = published["hidden_size"], published["num_attention_heads"]
+    head_dim = published.get("head_dim", dim // heads)
+    kv_heads, hidden = published["num_key_value_heads"], published["intermediate_size"]
+    assert len(model.layers) == published["num_hidden_layers"]
+    assert shapes["tok_embeddings.weight"] == (published["vocab_size"], dim)
+    assert ("output.weight" in shapes) != published.get("tie_word_embeddings", False)
+    assert shapes["layers.0.attn.q_proj.weight"] == (heads * head_dim, dim)
+    assert shapes["layers.0.attn.k_proj.weight"] == (kv_heads * head_dim, dim)
+    assert shapes["layers.0.mlp.w1.weight"] == (hidden, dim)
+    assert model.max_seq_len == published["max_position_embeddings"]
+    check_against_config(model, config.checkpointer, published)
+
+    # and what the folder says leads to the same model, in both layouts of config.json
+    moved = {k: v for k, v in published.items() if k not in ("rope_theta", "rope_scaling")}
+    rope = published.get("rope_scaling", {"rope_type": "default"})
+    moved["rope_parameters"] = {**rope, "rope_theta": published["rope_theta"]}
+    for content in (published, moved):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        (tmp_path / "tokenizer.json").touch()
+        auto = sections(str(tmp_path))
+        auto_model, auto_shapes = built(auto["model"], content)
+        assert auto_shapes == shapes
+        check_against_config(auto_model, config.checkpointer, content)
+        calls = [
+            [getattr(layer.attn._attention_call, "window", None) for layer in m.layers]
+            for m in (model, auto_model)
+        ]
+        assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "key"),
+    [
+        (
+            "gemma2.gemma2_2b",
+            "gemma2/2B",
+            "attn_logit_softcapping 50, but the model section builds 30",
+        ),
+        (
+            "gemma2.gemma2_9b",
+            "gemma2/9B",
+            "attn_logit_softcapping 50, but the model section builds 30",
+        ),
+        ("phi4.phi4_14b", "phi4/14B", "rope_theta 250000, but the model section builds 10000"),
+    ],
+)
+def test_builders_of_torchtune_that_differ_from_the_published_model_are_refused(
+    component, name, key
+):
+    _, published = PUBLISHED[name]
+    model, _ = built({"_component_": f"torchtune.models.{component}"}, published)
+    with pytest.raises(UserError, match=key):
+        check_against_config(model, {"checkpoint_dir": "DIR"}, published)

@@ -26,7 +26,7 @@ _CONVERSIONS = {
 def check_against_config(
     model: nn.Module, checkpointer: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Compare heads, rotary base, norm epsilon and family with the checkpoint's config.json.
+    """Compare family, heads, rotary base, norm epsilon, soft caps and scale with config.json.
 
     All of these load without complaint and give a wrong loss. What config.json does not state is
     taken as it comes.
@@ -51,7 +51,8 @@ def check_against_config(
         if stated is not None and built is not None and abs(stated - built) > 1e-6 * abs(stated):
             raise UserError(
                 f"{folder}/config.json has {key} {stated:g}, but the model section builds"
-                f" {built:g}: make the model section describe the checkpoint"
+                f" {built:g}: make the model section describe the checkpoint, or use"
+                " --config auto_ppl_eval, which reads it from config.json"
             )
 
 
@@ -95,6 +96,13 @@ def _pairs(model: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[str, A
     # transformers 5 moved rope_theta into rope_parameters
     theta = _number(config, "rope_theta") or _number(rope_scaling(config), "rope_theta")
     yield "rope_theta", theta, getattr(rope, "base", None)
+    call = getattr(attention, "_attention_call", None)
+    head = getattr(model, "output", None)
+    for key, owner in (("attn_logit_softcapping", call), ("final_logit_softcapping", head)):
+        yield key, _number(config, key), getattr(owner, "soft_cap", None)
+    scale = getattr(call, "scale", None)
+    key = "query_pre_attn_scalar"
+    yield key, _number(config, key), None if scale is None else scale**-2
 
 
 def _number(config: Mapping[str, Any], key: str) -> float | None:

@@ -6,17 +6,15 @@ built on the meta device; the names of its parameters stay torchtune's, with one
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-import torch
 from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from ppl_eval.errors import UserError
-from ppl_eval.score.attention import causal_attention
+from ppl_eval.score.attention import CausalAttention
 from ppl_eval.score.head import CappedHead
 
 
@@ -37,7 +35,7 @@ def correct(model: TransformerDecoder, config: Mapping[str, Any]) -> None:
         if isinstance(layer.attn, Gemma2Attention):
             layer.attn = _plain_attention(layer.attn)
         elif window is not None:
-            layer.attn._attention_call = _attention_call(window=window)
+            layer.attn._attention_call = CausalAttention(window=window)
     _uncap_hidden_states(model)
     _set_rope_scaling(model, config)
 
@@ -60,22 +58,6 @@ def sliding_windows(config: Mapping[str, Any], num_layers: int) -> list[int | No
     return [window if n >= first else None for n in range(num_layers)]
 
 
-def _attention_call(**options: Any) -> Any:
-    """What torchtune's MultiHeadAttention calls with q, k, v [B, H, T, K] after rope."""
-
-    def call(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-    ) -> torch.Tensor:
-        return partial(causal_attention, **options)(q, k, v)
-
-    return call
-
-
 def _plain_attention(gemma2: Gemma2Attention) -> MultiHeadAttention:
     """Gemma 2's attention as the class that all other families have, with the same parameters.
 
@@ -93,7 +75,7 @@ def _plain_attention(gemma2: Gemma2Attention) -> MultiHeadAttention:
         pos_embeddings=gemma2.pos_embeddings,
         max_seq_len=gemma2.max_seq_len,
     )
-    attention._attention_call = _attention_call(
+    attention._attention_call = CausalAttention(
         window=gemma2.sliding_window_size, soft_cap=gemma2.softcapping, scale=gemma2.scaling
     )
     return attention

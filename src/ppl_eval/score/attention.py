@@ -3,10 +3,36 @@
 Queries are taken in blocks, so that no mask or score matrix of queries x keys ever exists.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 _QUERY_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class CausalAttention:
+    """Takes the place of what torchtune's MultiHeadAttention calls after rope; see
+    :func:`causal_attention` for the options."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        """Attended values of q, k, v [B, H, T, K]; what torchtune says of masks is not needed."""
+        return causal_attention(
+            q, k, v, window=self.window, soft_cap=self.soft_cap, scale=self.scale
+        )
 
 
 def causal_attention(
