@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -128,3 +129,53 @@ def test_smollm2_on_ten_wikitext_articles(real_model, real_corpus, monkeypatch, 
         "dtype=fp32",
     )
     assert_same(rows, by_transformers(folder, texts, 10, 1024, False))
+
+
+FIVE_ARTICLES = 69_883.24758
+"""Nats of 22,236 tokens, from a loop over transformers' logits in fp32 on the original folder."""
+
+
+@pytest.mark.parametrize("variant", ["", "untied", "mistral", "qwen2", "phi3", "sharded", "bf16"])
+def test_smollm2_as_other_families_through_auto(
+    real_model, real_corpus, monkeypatch, tmp_path, variant
+):
+    """The same function under other names, head, fused or biased projections and file layouts."""
+    folder, script = real_model("smollm2"), real_model("make_variants.py")
+    texts = real_corpus("en_wikitext2_raw_test.jsonl")
+    if variant:
+        subprocess.run([sys.executable, script, folder, tmp_path, variant], check=True)
+        folder = tmp_path / f"{folder.name}-{variant}"
+    rows = measure(
+        monkeypatch,
+        tmp_path,
+        "auto_ppl_eval",
+        f"checkpoint_dir={folder}",
+        f"dataset.data_files={texts}",
+        "max_documents=5",
+        "protocol.add_bos=false",
+        "dtype=fp32",
+    )
+    assert sum(row["scored_tokens"] for row in rows) == 22_236
+    nll = sum(row["nll_nats_sum"] for row in rows)
+    if variant == "bf16":  # rounded weights are another function
+        assert_same(rows, by_transformers(folder, texts, 5, 1024, False))
+        assert nll != pytest.approx(FIVE_ARTICLES, rel=1e-6)
+    else:
+        assert nll == pytest.approx(FIVE_ARTICLES, rel=1e-6)
+    print(f"{variant or 'as published'}: {nll:.5f} nats")
+
+
+@pytest.mark.parametrize("name", ["tiny_student", "tiny_teacher", "stories260k-hf"])
+def test_small_models_through_auto(real_model, monkeypatch, tmp_path, held_out, name):
+    folder = shipped.embedded_path(name) if name.startswith("tiny") else real_model(name)
+    rows = measure(
+        monkeypatch,
+        tmp_path,
+        "auto_ppl_eval",
+        f"checkpoint_dir={folder}",
+        f"dataset.data_files={held_out}",
+        "max_documents=20",
+        "protocol.max_seq_len=200",
+        "dtype=fp32",
+    )
+    assert_same(rows, by_transformers(folder, held_out, 20, 200, True))

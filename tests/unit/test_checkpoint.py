@@ -1,6 +1,7 @@
 """Which files, what identifies them, and what does not go together."""
 
 import json
+import os
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -105,6 +106,16 @@ def test_no_folder_and_no_weights(files, tmp_path):
         files(*OTHERS)
     with pytest.raises(UserError, match="names files that are not there"):
         files(index={INDEX: SHARDS})
+
+
+def test_weights_in_a_folder_of_an_epoch(tmp_path):
+    """D4: what torchtune's recipes write lies one level deeper."""
+    for epoch in ("epoch_0", "epoch_1"):
+        (tmp_path / epoch).mkdir()
+        (tmp_path / epoch / "model-00001-of-00001.safetensors").touch()
+        os.utime(tmp_path / epoch, (0, int(epoch[-1])))
+    with pytest.raises(UserError, match=r"did you mean checkpoint_dir=.*epoch_1\?"):
+        find_weight_files(tmp_path)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """ppl-eval: what it lists, copies, compares, and says when it cannot."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -108,6 +109,42 @@ def test_compare(ppl_eval, tmp_path):
     (tmp_path / "two" / "results.json").write_text("{")
     assert "is not JSON" in ppl_eval("compare", "two")[2]
     assert "cannot read nowhere" in ppl_eval("compare", "nowhere")[2]
+
+
+def test_check_says_what_a_run_would_do(ppl_eval, tmp_path, monkeypatch):
+    """Against the run: the same counts, windows and steps, and no weight is read."""
+    from ppl_eval.model.source import FileSource
+
+    monkeypatch.setattr(FileSource, "tensors", lambda *args: pytest.fail("a weight was read"))
+    folder = shipped.embedded_path("tiny_student")
+    args = ["--config", "auto_ppl_eval", f"checkpoint_dir={folder}", "protocol.max_seq_len=64"]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(5)))
+    code, out, err = ppl_eval("check", *args, f"dataset.data_files={texts}", "dtype=fp32")
+    assert (code, err) == (0, "")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    stored = sum(
+        math.prod(entry["shape"])
+        for name, entry in json.loads(header(folder / "model.safetensors")).items()
+        if name != "__metadata__"
+    )
+    assert f" {stored:,} parameters" in lines["model"]
+    assert "names and shapes match" in lines["weights"]
+    assert "5 documents, " in lines["text"]
+    assert "4 words, 10 bytes" in lines["text"]
+    assert "4 in 1 batches" in lines["windows"]
+    assert lines["mesh"].endswith("1 processes: 1 steps")
+    two = ppl_eval("check", *args, f"dataset.data_files={texts}", "--num-processes", "2")[1]
+    assert "dp_shard=2 cp=1 tp=1, 2 processes: 1 steps" in two
+    code, _, err = ppl_eval("check", *args, "dataset.data_files=nowhere.jsonl")
+    assert code != 0
+    assert "nowhere.jsonl" in err
+
+
+def header(file):
+    """The JSON that a safetensors file begins with."""
+    with file.open("rb") as stream:
+        return stream.read(int.from_bytes(stream.read(8), "little"))
 
 
 def test_a_launcher_s_environment_does_not_matter(tmp_path):

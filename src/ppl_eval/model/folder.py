@@ -41,8 +41,19 @@ def find_weight_files(folder: str | Path) -> list[str]:
             return _one_set(folder, found)
     raise orphan or UserError(
         f"{folder} has no weights: neither {' nor '.join((*_INDEXES, *_PATTERNS))};"
-        " name other files by checkpointer.checkpoint_files"
+        f" {_advice(folder)}"
     )
+
+
+def _advice(folder: Path) -> str:
+    """torchtune's recipes write a sub-folder for each epoch."""
+    held = sorted(
+        {path.parent for pattern in _PATTERNS for path in folder.glob(f"*/{pattern}")},
+        key=lambda path: path.stat().st_mtime,
+    )
+    if held:
+        return f"did you mean checkpoint_dir={held[-1]}?"
+    return "name other files by checkpointer.checkpoint_files"
 
 
 def _incomplete(index: Path, absent: list[str]) -> UserError:
