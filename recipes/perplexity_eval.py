@@ -14,6 +14,7 @@ from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.memory import peak_memory_gib
 from ppl_eval.parallel.shard import shard_decoder
+from ppl_eval.parallel.tensor import split_decoder
 from ppl_eval.report import environment, tables
 from ppl_eval.report.output import make_output_dir
 from ppl_eval.report.progress import ProgressBar, Timer
@@ -33,7 +34,7 @@ logger = logging.getLogger("ppl_eval")
 
 
 class PerplexityEvalRecipe(EvalRecipeInterface):
-    """Perplexity of one model on one corpus, over dp_replicate x dp_shard processes.
+    """Perplexity of one model on one corpus, over dp_replicate x dp_shard x cp x tp processes.
 
     Everything that can be wrong without reading a weight is checked before any is read. Then every
     rank runs the same number of steps, and one reduction at the end completes the ledger. Rank 0
@@ -85,6 +86,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         logger.info(tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size))
         with self.timer.phase("load"):
             if self.meshes is not None:
+                split_decoder(self.model, self.meshes.tp)
                 shard_decoder(
                     self.model,
                     self.model.layers,
@@ -117,9 +119,9 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 self.model,
                 self.workload,
                 device=self.device,
-                batch_rank=0 if meshes is None else meshes.batch.get_local_rank(),
-                num_batch_ranks=self.dims.batch_size,
-                loss_group=None if meshes is None else meshes.loss_group,
+                batch_group=None if meshes is None else meshes.batch.get_group(),
+                loss_group=None if meshes is None else meshes.loss.get_group(),
+                cp_group=None if meshes is None else meshes.cp.get_group(),
                 fp32_logits=cfg.logits_dtype == "fp32",
                 on_step=on_step,
                 check_every=cfg.log_every_n_steps,

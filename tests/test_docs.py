@@ -8,6 +8,7 @@ import pytest
 
 from ppl_eval.cli import _parser
 from ppl_eval.config import load
+from ppl_eval.shipped import embedded_path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,6 +40,9 @@ def test_commands_exist(page, tmp_path, monkeypatch):
             assert set(words[1:]) <= targets
         elif words[:2] == ["tune", "run"] and "ppl_eval" in words:
             args = words[words.index("--config") :]
+            args = [
+                arg.replace("_dir=DIR", f"_dir={embedded_path('tiny_student')}") for arg in args
+            ]
             if args[1] != "NAME":
                 load(args)
         elif words[:1] == ["ppl-eval"]:

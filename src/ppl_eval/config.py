@@ -271,12 +271,6 @@ def _check_values(config: EvalConfig) -> None:
         if value is not None and value < least:
             raise UserError(f"{key} is {value}, but it is at least {least}")
 
-    for name in ("cp", "tp"):
-        if getattr(config.parallel, name) > 1:
-            raise UserError(
-                f"parallel.{name} is {getattr(config.parallel, name)}, but only dp_replicate and"
-                f" dp_shard are built so far: set parallel.{name}=1"
-            )
     one_of("protocol.name", config.protocol.name, ("document",))
     one_of("dtype", config.dtype, ("fp32", "bf16", "fp16"))
     one_of("logits_dtype", config.logits_dtype, ("fp32", "model"))

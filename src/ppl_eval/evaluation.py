@@ -22,8 +22,11 @@ from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
+from ppl_eval.parallel.context import ContextSplit
+from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
 from ppl_eval.report.results import Summary, summarise
+from ppl_eval.score.attention import attention_split
 from ppl_eval.score.head import score, unwrapped
 
 
@@ -120,9 +123,9 @@ def run(
     workload: Workload,
     *,
     device: torch.device,
-    batch_rank: int = 0,
-    num_batch_ranks: int = 1,
+    batch_group: dist.ProcessGroup | None = None,
     loss_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
     fp32_logits: bool = True,
     on_step: Callable[[Progress], None] | None = None,
     check_every: int = 10,
@@ -134,9 +137,10 @@ def run(
             back, and no gradients are kept.
         workload: from :func:`prepare`.
         device: of the model.
-        batch_rank: this rank's place among those that read different windows.
-        num_batch_ranks: how many those are.
-        loss_group: ranks that write different rows of the ledger; None for this rank alone.
+        batch_group: ranks that read different windows; None for this rank alone.
+        loss_group: ranks that write different rows of the ledger, or parts of rows (batch x cp);
+            None for this rank alone.
+        cp_group: ranks that share a window; None where none is shared.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
         on_step: called on this rank after every step.
         check_every: steps between looks for a NaN or infinite loss (each waits for the device).
@@ -145,24 +149,29 @@ def run(
         UserError: a loss is NaN or infinite, naming document and window.
     """
     windows, plan = workload.windows, workload.plan
+    batch_rank = 0 if batch_group is None else dist.get_rank(batch_group)
+    num_batch_ranks = 1 if batch_group is None else dist.get_world_size(batch_group)
     num_steps = plan.num_steps(num_batch_ranks)
     num_scored = np.cumsum([windows.num_scored[numbers].sum() for numbers in plan.batches])
-    ledger = Ledger(len(windows), device)
+    context = ContextSplit.of(cp_group)
+    ledger = Ledger(len(windows), device, num_parts=1 if context is None else context.size)
     running = Perplexity(device)
     was_training = model.training
     model.eval()
     reshard(model)
     try:
         # no_grad, not inference_mode: that would leave FSDP buffers that later training trips over
-        with torch.no_grad():
+        with torch.no_grad(), attention_split(unwrapped(model), context):
             for step in range(num_steps):
                 numbers = plan.batch_of(step, batch_rank, num_batch_ranks)
-                batch = collate(numbers, windows, workload.corpus, workload.protocol).to(device)
+                whole = collate(numbers, windows, workload.corpus, workload.protocol)
+                batch = whole.part(context).to(device)
                 nll_BT = score(
                     model,
                     batch.inputs_BT,
                     batch.targets_BT,
                     batch.scored_BT,
+                    positions_T=batch.positions_T,
                     fp32_logits=fp32_logits,
                 )
                 ledger.write(batch.rows, nll_BT, batch.scored_BT)
@@ -207,6 +216,7 @@ def evaluate(
     max_documents: int | None = None,
     fp32_logits: bool = True,
     group: dist.ProcessGroup | None = None,
+    meshes: Meshes | None = None,
 ) -> Evaluation:
     """Perplexity of a model that is already built and, if at all, sharded.
 
@@ -226,7 +236,10 @@ def evaluate(
         max_documents: take the first N documents.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
         group: the ranks that read different documents. None: all processes, which is right for
-            FSDP2 and DDP; with tensor or context parallelism give the data-parallel group.
+            FSDP2 and DDP.
+        meshes: from :meth:`ParallelDims.build_mesh`, in place of ``group``, for a torchtune decoder
+            that is split by :func:`ppl_eval.parallel.tensor.split_decoder`, or whose windows are to
+            be shared by several ranks (cp).
 
     Raises:
         UserError: a bad row, an empty corpus, a window longer than the model allows, a NaN loss.
@@ -238,8 +251,8 @@ def evaluate(
         >>> result = evaluate(model, tokenizer, ["A text.", "Another one."])
         >>> result.perplexity, result.summary.total.num_scored
     """
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    world = dist.group.WORLD if dist.is_initialized() else None
+    group = group or world
     check_window(model, max_seq_len)
     protocol = document_protocol(
         tokenizer, max_seq_len=max_seq_len, stride=stride, add_bos=add_bos, add_eos=add_eos
@@ -251,15 +264,15 @@ def evaluate(
         max_tokens_per_batch=max_tokens_per_batch,
         max_documents=max_documents,
         vocab_size=vocab_size_of(model),
-        group=group,
+        group=group if meshes is None else world,
     )
     return run(
         model,
         workload,
         device=_device_of(model),
-        batch_rank=0 if group is None else dist.get_rank(group),
-        num_batch_ranks=1 if group is None else dist.get_world_size(group),
-        loss_group=group,
+        batch_group=group if meshes is None else meshes.batch.get_group(),
+        loss_group=group if meshes is None else meshes.loss.get_group(),
+        cp_group=None if meshes is None else meshes.cp.get_group(),
         fp32_logits=fp32_logits,
     )
 

@@ -22,6 +22,7 @@ from ppl_eval.model.load import check_names
 from ppl_eval.model.source import Source
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.tensor import check_heads
 from ppl_eval.report import tables
 
 
@@ -65,6 +66,7 @@ def prepare(
     config = config_of(checkpointer)
     model = build_on_meta(cfg.model, dtype, config)
     check_against_config(model, checkpointer, config)
+    check_heads(model, cfg.parallel.tp, cfg.model["_component_"])
     source, convert, layout = open_checkpoint(checkpointer, config)
     checkpoint_dtype = check_names(model, source, convert, layout)
     evaluation.check_window(model, cfg.protocol.max_seq_len)

@@ -86,8 +86,6 @@ mistakes = {
     "dtype=float32": "dtype is 'float32', but it is one of fp32, bf16, fp16",
     "logits_dtype=bf16": "logits_dtype is 'bf16', but it is one of fp32, model",
     "log_level=LOUD": "log_level is 'LOUD'",
-    "parallel.cp=2": "parallel.cp is 2, but only dp_replicate and dp_shard are built",
-    "parallel.tp=2": "parallel.tp is 2",
     "model=torchtune.models.llama9": "model._component_ is .*, but torchtune.models has no llama9",
     "model=nowhere.builder": "model._component_ is 'nowhere.builder', but there is no module",
     "~nothing": "~nothing: the config has no such key",

@@ -7,6 +7,7 @@ import torch
 
 from ppl_eval.data.encode import EncodedCorpus
 from ppl_eval.data.protocol import DocumentProtocol, Windows
+from ppl_eval.parallel.context import ContextSplit
 
 
 @dataclass(frozen=True)
@@ -19,22 +20,37 @@ class Batch:
             by a scored position, since attention is causal.
         targets_BT: the token after each input (int64); 0 where there is none.
         scored_BT: which targets count (bool).
+        positions_T: places of the inputs in their windows (int64), or None for 0, 1, 2, ...
     """
 
     rows: torch.Tensor
     inputs_BT: torch.Tensor
     targets_BT: torch.Tensor
     scored_BT: torch.Tensor
+    positions_T: torch.Tensor | None = None
+
+    def part(self, context: ContextSplit | None) -> "Batch":
+        """What this rank has of windows that several ranks share."""
+        if context is None:
+            return self
+        length = self.inputs_BT.shape[1]
+        whole = (self.inputs_BT, self.targets_BT, self.scored_BT)
+        positions_T = context.positions(length).clamp_(max=length - 1)  # padding lies nowhere
+        inputs_BT, targets_BT, scored_BT = map(context.take, whole)
+        return Batch(self.rows, inputs_BT, targets_BT, scored_BT, positions_T)
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``."""
         if device.type == "cpu":
             return self
-        moved = (
-            t.pin_memory().to(device, non_blocking=True)
-            for t in (self.rows, self.inputs_BT, self.targets_BT, self.scored_BT)
-        )
-        return Batch(*moved)
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        whole = (self.rows, self.inputs_BT, self.targets_BT, self.scored_BT)
+        positions_T = None if self.positions_T is None else move(self.positions_T)
+        rows, inputs_BT, targets_BT, scored_BT = map(move, whole)
+        return Batch(rows, inputs_BT, targets_BT, scored_BT, positions_T)
 
 
 def collate(

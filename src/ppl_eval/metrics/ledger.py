@@ -1,4 +1,5 @@
-"""Ledger: one row a window, written by exactly one data-parallel rank."""
+"""Ledger: one row a window, written by one data-parallel rank, or in parts by the ranks that share
+the window."""
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,13 @@ class Ledger:
     """Scored tokens and NLL of every window of a corpus.
 
     Every rank has all rows, zero where it has not written; :meth:`assemble` adds them up. A row
-    plus zeros is the row, so the assembled ledger is bitwise the same for any number of ranks.
+    plus zeros is the row, so the assembled ledger is bitwise the same for any number of
+    data-parallel ranks. Where windows are shared (cp) a row is the sum of its parts.
 
     Args:
         num_windows: rows.
         device: where they live; writing to a GPU does not wait for it.
+        num_parts: ranks that share a window (cp); each writes its part of a row.
 
     Attributes:
         num_scored: scored tokens by window (int64 [windows]).
@@ -22,7 +25,10 @@ class Ledger:
         num_writes: how often each row was written (int64 [windows]).
     """
 
-    def __init__(self, num_windows: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, num_windows: int, device: torch.device | str = "cpu", num_parts: int = 1
+    ) -> None:
+        self.num_parts = num_parts
         self.num_scored = torch.zeros(num_windows, dtype=torch.int64, device=device)
         self.nll_nats_sum = torch.zeros(num_windows, dtype=torch.float64, device=device)
         self.num_writes = torch.zeros(num_windows, dtype=torch.int64, device=device)
@@ -48,11 +54,11 @@ class Ledger:
             group: ranks that wrote different rows (the ``loss`` mesh), or None for this rank alone.
 
         Raises:
-            RuntimeError: a row was not written by exactly one rank: a defect of the plan.
+            RuntimeError: a row was not written once, or once in each part: a defect of the plan.
         """
         for column in (self.num_scored, self.nll_nats_sum, self.num_writes):
             reduce_(column, group)
-        wrong = (self.num_writes != 1).nonzero().flatten().tolist()
+        wrong = (self.num_writes != self.num_parts).nonzero().flatten().tolist()
         if wrong:
             raise RuntimeError(f"windows not scored exactly once: {wrong[:10]} of {len(wrong)}")
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppl_eval.errors import UserError
@@ -126,8 +125,3 @@ class Meshes:
     loss: DeviceMesh
     cp: DeviceMesh
     tp: DeviceMesh
-
-    @property
-    def loss_group(self) -> ProcessGroup:
-        """Process group of :attr:`loss`."""
-        return self.loss.get_group()

@@ -21,3 +21,18 @@ def reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str = "su
         return tensor.copy_(moved)
     dist.all_reduce(tensor, op=operation, group=group)
     return tensor
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What every rank of ``group`` has, stacked in the order of the ranks.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        group: the ranks.
+    """
+    size = dist.get_world_size(group)
+    joined = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+    # torch 2.13 renamed it
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(joined, tensor.contiguous(), group=group)
+    return joined.view(size, *tensor.shape)

@@ -1,12 +1,21 @@
-"""Causal attention with what torch's kernel lacks: sliding windows and soft caps.
+"""Causal attention with what torch's kernel lacks: windows, soft caps, and queries of a later part.
 
-Queries are taken in blocks, so that no mask or score matrix of queries x keys ever exists.
+Where a mask is needed queries are taken in blocks, so that no mask or score matrix of queries x
+keys ever exists.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+
+from ppl_eval.errors import UserError
+from ppl_eval.parallel.context import ContextSplit
 
 _QUERY_BLOCK = 512
 
@@ -30,26 +39,108 @@ class CausalAttention:
         is_causal: bool,
     ) -> torch.Tensor:
         """Attended values of q, k, v [B, H, T, K]; what torchtune says of masks is not needed."""
+        return self.attend(q, k, v)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """:func:`causal_attention` with these options."""
         return causal_attention(
             q, k, v, window=self.window, soft_cap=self.soft_cap, scale=self.scale
         )
 
 
+@dataclass(frozen=True)
+class SplitAttention:
+    """:class:`CausalAttention` where each rank has the queries, keys and values of its chunks.
+
+    Keys and values are gathered with as few heads as the model has of them, and each chunk of
+    queries attends to its prefix.
+    """
+
+    whole: CausalAttention
+    context: ContextSplit
+    queries_per_key: int
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        """Attended values of this rank's q, k, v [B, H, 2c, K]."""
+        repeats, size = self.queries_per_key, q.shape[2] // 2
+        own = torch.stack([k[:, ::repeats], v[:, ::repeats]])
+        keys, values = self.context.gather(own, dim=3).repeat_interleave(repeats, dim=2)
+        attended = []
+        for chunk, queries in zip(self.context.chunks, q.split(size, dim=2), strict=True):
+            prefix = slice((chunk + 1) * size)
+            attended.append(self.whole.attend(queries, keys[:, :, prefix], values[:, :, prefix]))
+        return torch.cat(attended, dim=2)
+
+
+@contextmanager
+def attention_split(model: nn.Module, context: ContextSplit | None) -> Iterator[None]:
+    """Within it, the attention of a decoder's layers expects this rank's part of a window.
+
+    Args:
+        model: a torchtune decoder; other modules cannot be split.
+        context: how; None changes nothing.
+
+    Raises:
+        UserError: a layer whose attention is not known.
+    """
+    if context is None:
+        yield
+        return
+    layers: Any = getattr(model, "layers", None)
+    if layers is None:
+        raise UserError(
+            f"cp is {context.size}, but a {type(model).__name__} has no decoder layers whose"
+            " attention could be split: set cp to 1"
+        )
+    calls: list[tuple[Any, CausalAttention]] = [
+        (layer.attn, _known_call(layer.attn, context)) for layer in layers
+    ]
+    before = [attention._attention_call for attention, _ in calls]
+    for attention, whole in calls:
+        repeats = attention.num_heads // attention.num_kv_heads
+        attention._attention_call = SplitAttention(whole, context, repeats)
+    try:
+        yield
+    finally:
+        for (attention, _), call in zip(calls, before, strict=True):
+            attention._attention_call = call
+
+
+def _known_call(attention: Any, context: ContextSplit) -> CausalAttention:
+    call = getattr(attention, "_attention_call", None)
+    if isinstance(call, CausalAttention):
+        return call
+    if getattr(call, "__module__", None) == "torchtune.modules.attention_utils":
+        return CausalAttention()  # torchtune's own, which is plain and causal
+    raise UserError(
+        f"cp is {context.size}, but how a {type(attention).__name__} masks is not known: set cp to"
+        " 1, or build the model by ppl_eval.model.build"
+    )
+
+
 def causal_attention(
     q_BHTK: torch.Tensor,
-    k_BHTK: torch.Tensor,
-    v_BHTK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSK: torch.Tensor,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Each query attends to itself and to keys before it.
+    """Each query attends to itself and to keys before it; the last query belongs to the last key.
 
     Args:
-        q_BHTK: queries of B rows, H heads, T positions, K features.
-        k_BHTK: keys, the same shape.
-        v_BHTK: values, the same shape.
+        q_BHTK: queries of B rows, H heads, T positions, K features: the last T of S positions.
+        k_BHSK: keys of all S positions.
+        v_BHSK: values, the same shape as the keys.
         window: keys that a query sees at most, itself included (Mistral's sliding_window); None:
             all before it.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before the softmax (Gemma 2).
@@ -58,16 +149,26 @@ def causal_attention(
     Returns:
         Attended values [B, H, T, K] in the dtype of the queries.
     """
-    length = q_BHTK.shape[2]
-    if soft_cap is None and (window is None or window >= length):
-        return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True, scale=scale)
+    length, num_keys = q_BHTK.shape[2], k_BHSK.shape[2]
+    offset = num_keys - length
+    if soft_cap is None and (window is None or window >= num_keys):
+        if offset == 0:
+            return F.scaled_dot_product_attention(
+                q_BHTK, k_BHSK, v_BHSK, is_causal=True, scale=scale
+            )
+        if q_BHTK.is_cuda:  # flash kernels know this mask; elsewhere it would be built whole
+            mask = causal_lower_right(length, num_keys)
+            return F.scaled_dot_product_attention(
+                q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, scale=scale
+            )
     blocks = []
     for first in range(0, length, _QUERY_BLOCK):
         stop = min(first + _QUERY_BLOCK, length)
-        begin = 0 if window is None else max(0, first - window + 1)
-        q, k, v = q_BHTK[:, :, first:stop], k_BHTK[:, :, begin:stop], v_BHTK[:, :, begin:stop]
-        queries = torch.arange(first, stop, device=q.device).unsqueeze(1)
-        keys = torch.arange(begin, stop, device=q.device)
+        begin = 0 if window is None else max(0, offset + first - window + 1)
+        seen_keys = slice(begin, offset + stop)
+        q, k, v = q_BHTK[:, :, first:stop], k_BHSK[:, :, seen_keys], v_BHSK[:, :, seen_keys]
+        queries = torch.arange(offset + first, offset + stop, device=q.device).unsqueeze(1)
+        keys = torch.arange(begin, offset + stop, device=q.device)
         seen = keys <= queries
         if window is not None:
             seen &= keys > queries - window

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ppl_eval.score.nll import token_nll
+from ppl_eval.parallel.tensor import VocabularyPart, vocabulary_part
+from ppl_eval.score.nll import sharded_token_nll, token_nll
 
 _CHUNK_ELEMENTS = 2**26
 """Logits that exist at a time, at most (256 MB in fp32)."""
@@ -49,19 +52,23 @@ def score(
     targets_BT: torch.Tensor,
     scored_BT: torch.Tensor,
     *,
+    positions_T: torch.Tensor | None = None,
     fp32_logits: bool = True,
 ) -> torch.Tensor:
     """NLL of every scored target, in one forward pass of ``model``.
 
     Of a torchtune ``TransformerDecoder`` only the hidden states are computed at every position; its
     final norm and head run inside its own forward (where FSDP2 has gathered their parameters) on
-    the scored positions. Any other module must return logits [B, T, V], itself or as ``.logits``.
+    the scored positions. A head that is split by vocabulary stays split: see
+    :func:`ppl_eval.score.nll.sharded_token_nll`. Any other module must return logits [B, T, V],
+    itself or as ``.logits``.
 
     Args:
         model: on the device of the inputs; sharded or not.
         inputs_BT: token ids (int64).
         targets_BT: the token after each input (int64).
-        scored_BT: which targets to score (bool); N of them.
+        scored_BT: which targets to score (bool); N of them, 0 on a rank that has only padding.
+        positions_T: places of the T inputs in their window (int64); None: 0, 1, 2, ...
         fp32_logits: compute logits as ``hidden.float() @ weight.float().T``, also of a bf16 model.
             Its own bf16 product rounds each logit (0.015 nats rms for a token). False uses that.
 
@@ -73,19 +80,17 @@ def score(
 
     def from_hidden(hidden_BTD: torch.Tensor) -> torch.Tensor:
         hidden_ND = decoder.norm(hidden_BTD[scored_BT])
-        weight_VD = _plain_weight(decoder.output)
-        vocab_size = _LARGE_VOCABULARY if weight_VD is None else len(weight_VD)
-        return _nll_in_chunks(
-            hidden_ND, targets_N, vocab_size, lambda h: head_logits(decoder.output, h, fp32_logits)
-        )
+        head = Head.of(decoder.output, fp32_logits)
+        return _in_chunks(head.nll, hidden_ND, targets_N, head.largest_vocabulary)
 
     if hasattr(decoder, "unembed"):
+        options = {} if positions_T is None else {"input_pos": positions_T.unsqueeze(0)}
         with _unembed_replaced(decoder, from_hidden):
-            nll_N = model(inputs_BT)
+            nll_N = model(inputs_BT, **options)
     else:
         out = model(inputs_BT)
         logits_NV = getattr(out, "logits", out)[scored_BT]
-        nll_N = _nll_in_chunks(logits_NV, targets_N, logits_NV.shape[-1], lambda logits: logits)
+        nll_N = _in_chunks(token_nll, logits_NV, targets_N, logits_NV.shape[-1])
     nll_BT = torch.zeros(inputs_BT.shape, dtype=nll_N.dtype, device=nll_N.device)
     nll_BT[scored_BT] = nll_N
     return nll_BT
@@ -109,28 +114,64 @@ def _unembed_replaced(decoder: nn.Module, unembed: Callable[..., torch.Tensor]) 
         object.__delattr__(decoder, "unembed")
 
 
-def _nll_in_chunks(
+def _in_chunks(
+    nll: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     rows_N: torch.Tensor,
     targets_N: torch.Tensor,
-    vocab_size: int,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
 ) -> torch.Tensor:
-    size = max(1, _CHUNK_ELEMENTS // vocab_size)
+    """``nll`` of as many rows at a time as may have their logits at once."""
+    size = max(1, _CHUNK_ELEMENTS // vocabulary)
     dtype = torch.float64 if rows_N.dtype == torch.float64 else torch.float32
     nll_N = torch.zeros(len(rows_N), dtype=dtype, device=rows_N.device)
     for begin in range(0, len(rows_N), size):
         chunk = slice(begin, begin + size)
-        nll_N[chunk] = token_nll(logits_of(rows_N[chunk]), targets_N[chunk])
+        nll_N[chunk] = nll(rows_N[chunk], targets_N[chunk])
     return nll_N
 
 
-def head_logits(output: Any, hidden_ND: torch.Tensor, fp32: bool) -> torch.Tensor:
-    """Logits [N, V] of a decoder's ``output``: a linear layer, a tied one, or any callable."""
-    if isinstance(output, CappedHead):
-        return soft_capped(head_logits(output.head, hidden_ND, fp32), output.soft_cap)
-    weight_VD = _plain_weight(output)
-    if weight_VD is None or not fp32 or weight_VD.dtype == torch.float64:
-        return output(hidden_ND)
+@dataclass(frozen=True)
+class Head:
+    """A decoder's ``output`` as what gives a loss: a linear layer, a tied one, or any callable.
+
+    Attributes:
+        logits: hidden states [N, D] -> logits [N, V], or this rank's part of them.
+        largest_vocabulary: most logits of a token on any rank.
+        part: how the vocabulary is split, if it is.
+    """
+
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    largest_vocabulary: int
+    part: VocabularyPart | None = None
+
+    @classmethod
+    def of(cls, output: Any, fp32: bool) -> "Head":
+        """Under FSDP2 call it inside the root's forward, where parameters are gathered."""
+        if isinstance(output, CappedHead):
+            inner = cls.of(output.head, fp32)
+            return replace(inner, logits=lambda h: soft_capped(inner.logits(h), output.soft_cap))
+        owner = getattr(output, "tied_module", output)  # torchtune's TiedLinear is no nn.Module
+        part = vocabulary_part(owner)
+        if part is not None:
+            weight_VD = part.weight_VD
+            return cls(lambda h: _product(h, weight_VD, fp32), part.largest, part)
+        weight_VD = _plain_weight(output)
+        if weight_VD is None:
+            return cls(output, _LARGE_VOCABULARY)
+        return cls(lambda h: _product(h, weight_VD, fp32), len(weight_VD))
+
+    def nll(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """NLL of N tokens; every rank that has a part of the vocabulary calls it."""
+        logits_NV = self.logits(hidden_ND)
+        if self.part is None:
+            return token_nll(logits_NV, targets_N)
+        return sharded_token_nll(logits_NV, targets_N, self.part.first, self.part.group)
+
+
+def _product(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, fp32: bool) -> torch.Tensor:
+    """``hidden @ weight.T``, in fp32 if so wanted."""
+    if not fp32 or weight_VD.dtype == torch.float64:
+        return F.linear(hidden_ND, weight_VD)
     hidden_ND = hidden_ND.float()
     if weight_VD.dtype == torch.float32:
         return F.linear(hidden_ND, weight_VD)
@@ -143,10 +184,9 @@ def head_logits(output: Any, hidden_ND: torch.Tensor, fp32: bool) -> torch.Tenso
 
 
 def _plain_weight(output: Any) -> torch.Tensor | None:
-    """The weight, if ``output`` is nothing but a product with it, perhaps capped."""
-    if isinstance(output, CappedHead):
-        output = output.head
+    """The weight, if ``output`` is nothing but a product with it."""
     if isinstance(output, nn.Linear) and type(output).forward is nn.Linear.forward:
-        return output.weight if output.bias is None else None
-    tied = getattr(output, "tied_module", None)  # torchtune's TiedLinear, which is no nn.Module
-    return None if tied is None else tied.weight
+        weight: Any = output.weight if output.bias is None else None
+    else:
+        weight = getattr(getattr(output, "tied_module", None), "weight", None)
+    return None if isinstance(weight, DTensor) else weight

@@ -1,0 +1,201 @@
+"""Tensor parallelism for a forward pass: every matrix is split once, whatever the family.
+
+Parameters become DTensors on the ``tp`` mesh, so that FSDP2 shards them further and loading finds
+their placement; the products run on the local parts, because DTensor's dispatch costs more than a
+small layer. A decoder layer communicates two sums of its output, the embedding one.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ppl_eval.errors import UserError
+
+PLAN = {
+    "tok_embeddings": "vocabulary",
+    "layers.*.attn.q_proj": "columns",
+    "layers.*.attn.k_proj": "columns",
+    "layers.*.attn.v_proj": "columns",
+    "layers.*.attn.output_proj": "rows",
+    "layers.*.mlp.w1": "columns",
+    "layers.*.mlp.w3": "columns",
+    "layers.*.mlp.w2": "rows",
+    "output": "vocabulary",
+}
+"""How each matrix of torchtune's decoders is split; all families share these names.
+
+columns: each rank computes some of the output features (its heads, its hidden units).
+rows: each rank reads some of the input features, and the results are added up.
+vocabulary: each rank has the rows of some ids. A tied head has no entry: it reads the embedding's.
+Vectors (norms) stay whole on every rank.
+"""
+
+
+def check_heads(model: nn.Module, tp: int, name: str = "the model") -> None:
+    """Refuse a degree that does not divide the heads.
+
+    Args:
+        model: a decoder, on any device, not yet split.
+        tp: ranks that share a matrix.
+        name: of the model, for the message.
+
+    Raises:
+        UserError: naming heads, kv heads and tp; or a module that the plan cannot split.
+    """
+    if tp == 1:
+        return
+    for layer in _layers(model):
+        heads, kv_heads = layer.attn.num_heads, layer.attn.num_kv_heads
+        if heads % tp or kv_heads % tp:
+            fits = [n for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n]
+            raise UserError(
+                f"parallel.tp is {tp}, but {name} has {heads} heads and {kv_heads} kv heads, and"
+                f" tp divides both: set parallel.tp to {' or '.join(map(str, fits))}"
+            )
+    planned = dict(_planned(model))
+    for path, parameter in model.named_parameters():
+        module = path.rpartition(".")[0]
+        kind = nn.Embedding if module == "tok_embeddings" else nn.Linear
+        if parameter.ndim > 1 and not (
+            module in planned and isinstance(model.get_submodule(module), kind)
+        ):
+            raise UserError(
+                f"parallel.tp is {tp}, but how to split {path} of a"
+                f" {type(model.get_submodule(module)).__name__} is not known: set parallel.tp=1"
+            )
+
+
+def split_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a decoder's matrices in place over a one-dimensional mesh, before FSDP2 if at all.
+
+    No communication. Afterwards the model can evaluate, but not train.
+
+    Args:
+        model: a torchtune decoder, on the meta device or materialised (equally on all ranks).
+        mesh: the ``tp`` mesh; nothing is done on a mesh of one rank.
+
+    Raises:
+        UserError: see :func:`check_heads`.
+    """
+    tp = mesh.size()
+    if tp == 1:
+        return
+    check_heads(model, tp)
+    for layer in _layers(model):
+        layer.attn.num_heads //= tp
+        layer.attn.num_kv_heads //= tp
+    for name, kind in _planned(model):
+        module: Any = model.get_submodule(name)
+        axis = 1 if kind == "rows" else 0
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim > axis:  # what is added after a sum over ranks stays whole
+                part = distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None)
+                module.register_parameter(key, nn.Parameter(part, requires_grad=False))
+        module.tp_group = mesh.get_group()
+        mixin = _EmbeddingRows if isinstance(module, nn.Embedding) else _LINEAR[kind]
+        own = type(module)
+        # as FSDP2 does; a subclass (Gemma scales its embedding) keeps what it adds
+        bases = (mixin,) if own in (nn.Embedding, nn.Linear) else (own, mixin)
+        module.__class__ = type(f"TensorParallel{own.__name__}", bases, {})
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """What one rank has of a head that is split by vocabulary.
+
+    Attributes:
+        weight_VD: its rows, possibly none.
+        first: id of the first of them.
+        largest: most rows that any rank has.
+        group: the ranks that have the others.
+    """
+
+    weight_VD: torch.Tensor
+    first: int
+    largest: int
+    group: dist.ProcessGroup
+
+
+def vocabulary_part(module: nn.Module) -> VocabularyPart | None:
+    """This rank's rows of an embedding or head that :func:`split_decoder` split; else None.
+
+    Under FSDP2 call it inside the root's forward, where the parameter is gathered.
+    """
+    group = getattr(module, "tp_group", None)
+    if group is None:
+        return None
+    weight: Any = module.weight
+    largest = -(-weight.shape[0] // dist.get_world_size(group))
+    return VocabularyPart(_local(weight), largest * dist.get_rank(group), largest, group)
+
+
+class _EmbeddingRows(nn.Embedding):
+    """Each rank looks up the ids whose rows it has; the others give zero."""
+
+    tp_group: dist.ProcessGroup
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        part = vocabulary_part(self)
+        assert part is not None
+        rows = input - part.first
+        absent = (rows < 0) | (rows >= len(part.weight_VD))
+        if len(part.weight_VD):
+            found = F.embedding(rows.masked_fill(absent, 0), part.weight_VD)
+            found = found.masked_fill_(absent.unsqueeze(-1), 0)
+        else:
+            found = part.weight_VD.new_zeros(*input.shape, part.weight_VD.shape[1])
+        dist.all_reduce(found, group=part.group)
+        return found
+
+
+class _Columns(nn.Linear):
+    """Each rank computes its own output features."""
+
+    tp_group: dist.ProcessGroup
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else _local(self.bias)
+        return F.linear(input, _local(self.weight), bias)
+
+
+class _Rows(nn.Linear):
+    """Each rank reads its own input features; the outputs are added up, then the bias once."""
+
+    tp_group: dist.ProcessGroup
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = F.linear(input, _local(self.weight))
+        dist.all_reduce(out, group=self.tp_group)
+        return out if self.bias is None else out + self.bias
+
+
+_LINEAR = {"columns": _Columns, "vocabulary": _Columns, "rows": _Rows}
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _layers(model: nn.Module) -> Any:
+    return model.layers
+
+
+def _planned(model: nn.Module) -> list[tuple[str, str]]:
+    """(module name, how it is split) for the modules that the model has."""
+    patterns = {
+        re.compile(re.escape(pattern).replace(r"\*", r"\d+")): kind
+        for pattern, kind in PLAN.items()
+    }
+    return [
+        (name, kind)
+        for name, module in model.named_modules()
+        for pattern, kind in patterns.items()
+        if pattern.fullmatch(name) and next(module.parameters(recurse=False), None) is not None
+    ]
