@@ -67,7 +67,13 @@ FAMILIES = {
     "gemma": ("Gemma", _GEMMA),
     "gemma2 (caps 2 and 4, window of 11)": (
         "Gemma2",
-        {**_GEMMA, **_CAPS, "query_pre_attn_scalar": 30, "sliding_window": 11},
+        {
+            **_GEMMA,
+            **_CAPS,
+            "num_key_value_heads": 2,
+            "query_pre_attn_scalar": 30,
+            "sliding_window": 11,
+        },
     ),
     "phi3": ("Phi3", {"sliding_window": None}),
     "phi3 (window of 13)": ("Phi3", {"sliding_window": 13}),

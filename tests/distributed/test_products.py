@@ -4,6 +4,7 @@ The ranks of each world size are started once and run all meshes of that size. T
 over float64 logits in this process that shares no code with the product but torchtune's modules.
 """
 
+import copy
 import itertools
 import json
 import os
@@ -13,21 +14,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import WordTokenizer, chunks, oracle
+from meshes import on_mesh
 from ranks import run_on_ranks
 from safetensors.torch import load_file
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama2 import llama2
 from torchtune.models.llama3_2 import llama3_2
 
-from ppl_eval import evaluate, evaluation, preflight, shipped
-from ppl_eval.config import load as load_config
+from ppl_eval import evaluate, shipped
 from ppl_eval.data import hf_tokenizer
-from ppl_eval.model.load import load
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
-from ppl_eval.parallel.tensor import split_decoder
+from ppl_eval.parallel.tensor import split_decoder, vocabulary_part
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 BUDGETS = (300, 3000)
 WINDOW = 200
 
@@ -61,10 +60,9 @@ def texts():
     return [text[: 1 + 37 * n % 900] for n, text in enumerate(whole[:24])]
 
 
-def trained_llama():
-    """A small tied llama with 101 rows and 50 hidden units, after some steps on the documents."""
-    torch.manual_seed(0)
-    model = llama3_2(
+def small_llama():
+    """Tied, with 101 rows and 50 hidden units."""
+    return llama3_2(
         vocab_size=101,
         num_layers=2,
         num_heads=8,
@@ -74,6 +72,12 @@ def trained_llama():
         max_seq_len=512,
         scale_factor=1,
     )
+
+
+def trained_llama():
+    """After some steps on the documents."""
+    torch.manual_seed(0)
+    model = small_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for ids in documents(30)[9:] * 2:
         tokens = torch.tensor([ids])
@@ -112,50 +116,15 @@ def in_float64(name):
         model = llama2(vocab_size=512, **sizes, intermediate_dim=172, max_seq_len=512)
     weights = load_file(folder_of(name) / "model.safetensors")
     dim = weights["model.norm.weight"].numel()
-    weights.pop("lm_head.weight", None) if name == "tiny_student" else None
     model.load_state_dict(hf_to_tune(weights, num_heads=8, num_kv_heads=4, dim=dim))
     return model.double().eval()
 
 
-def measure_checkpoint(name, dims, meshes, budget, dtype="fp32"):
-    """As the recipe does it: on meta, split, sharded, loaded, run."""
-    cfg = load_config(
-        [
-            *("--config", "auto_ppl_eval", f"checkpoint_dir={folder_of(name)}", f"dtype={dtype}"),
-            *("dataset.data_files=unused", f"protocol.max_seq_len={WINDOW}"),
-            *(f"parallel.{axis}={getattr(dims, axis)}" for axis in AXES),
-        ]
-    )
-    cfg.dataset = {"_component_": f"{__name__}.texts"}
-    cfg.max_tokens_per_batch = budget
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    ready = preflight.prepare(cfg, dtype)
-    split_decoder(ready.model, meshes.tp)
-    shard_decoder(ready.model, ready.model.layers, meshes.fsdp)
-    load(ready.model, ready.source, ready.convert, torch.device("cpu"))
-    return evaluation.run(
-        ready.model,
-        ready.workload,
-        device=torch.device("cpu"),
-        batch_group=meshes.batch.get_group(),
-        loss_group=meshes.loss.get_group(),
-        cp_group=meshes.cp.get_group(),
-    )
-
-
-def measure_llama(state, dims, meshes, budget):
+def measure_llama(state, dims, budget):
     """As a training loop does it: a model that has its weights already."""
-    model = llama3_2(
-        vocab_size=101,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=4,
-        embed_dim=32,
-        intermediate_dim=50,
-        max_seq_len=512,
-        scale_factor=1,
-    )
+    model = small_llama()
     model.load_state_dict(state)
+    meshes = dims.build_mesh("cpu")
     split_decoder(model, meshes.tp)
     shard_decoder(model, model.layers, meshes.fsdp)
     return evaluate(
@@ -172,13 +141,18 @@ def on_all_meshes(rank, world_size, names, state):
     """(mesh, model, budget) -> (scored tokens, NLL, NLL by window)."""
     found = {}
     for mesh in MESHES[world_size]:
-        dims = ParallelDims(*mesh, world_size=world_size)
-        meshes = dims.build_mesh("cpu")
         for budget, name in itertools.product(BUDGETS, names):
             if name == "llama":
-                result = measure_llama(state, dims, meshes, budget)
+                result = measure_llama(state, ParallelDims(*mesh, world_size=world_size), budget)
             else:
-                result = measure_checkpoint(name, dims, meshes, budget)
+                result = on_mesh(
+                    folder_of(name),
+                    mesh,
+                    world_size,
+                    f"protocol.max_seq_len={WINDOW}",
+                    f"max_tokens_per_batch={budget}",
+                    dataset=f"{__name__}.texts",
+                )
             total = result.summary.total
             by_window = result.ledger.nll_nats_sum.tolist()
             found[mesh, name, budget] = total.num_scored, total.nll_nats_sum, by_window
@@ -218,7 +192,7 @@ def truth(names, state):
     cache = {}
     for name in names:
         if name == "llama":
-            model = trained_llama()
+            model = small_llama().eval()
             model.load_state_dict(state)
             model, all_ids, bos = model.double(), documents(30), 0
         else:
@@ -250,3 +224,30 @@ def test_data_parallelism_changes_no_bit(found, names, mesh):
     here, there = found(_product(mesh))[0], found(_product(small))[0]
     for name, budget in itertools.product(names, BUDGETS):
         assert here[mesh, name, budget] == there[small, name, budget]
+
+
+def five_rows(rank, tied):
+    """A vocabulary of 5 on four ranks: the last has no row at all."""
+    torch.manual_seed(1)
+    sizes = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 16}
+    sizes |= {"vocab_size": 5, "intermediate_dim": 6, "max_seq_len": 16}
+    model = llama3_2(**sizes, scale_factor=1) if tied else llama2(**sizes)
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    rows = [[n % 5 for n in range(length)] for length in (2, 9, 16, 30)]
+    reference = copy.deepcopy(model).double().eval()
+    count, nll = oracle(reference, [w for row in rows for w in chunks(row, 16)])
+    meshes = ParallelDims(tp=4, world_size=4).build_mesh("cpu")
+    split_decoder(model, meshes.tp)
+    assert len(vocabulary_part(model.tok_embeddings).weight_VD) == (
+        0 if rank > 2 else [2, 2, 1][rank]
+    )
+    texts = [" ".join(map(str, row)) for row in rows]
+    total = evaluate(model, WordTokenizer(), texts, max_seq_len=16, meshes=meshes).summary.total
+    assert total.num_scored == count
+    assert total.nll_nats_sum == pytest.approx(nll, rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_more_ranks_than_rows(tied):
+    run_on_ranks(4, five_rows, tied)

@@ -11,6 +11,7 @@ import families
 from ppl_eval import UserError
 from ppl_eval.config import load as load_config
 from ppl_eval.model import auto, build, convert, corrections
+from ppl_eval.score import head
 
 MISTRAL = "mistral (window of 7)"
 GEMMA2 = "gemma2 (caps 2 and 4, window of 11)"
@@ -38,7 +39,7 @@ def test_a_family_equals_transformers(name, tmp_path):
             lambda c, n: [9] * n,
         ),
         (LLAMA3_1, corrections, "_set_rope_scaling", lambda model, config: None),
-        (GEMMA2, corrections, "soft_cap_of", lambda norm: 1e9),
+        (GEMMA2, head, "soft_capped", lambda logits, soft_cap: logits),
         (GEMMA2, convert, "renamed", lambda name, kind: name.replace("norm.rms_norm.", "norm.")),
     ],
 )

@@ -66,16 +66,22 @@ def test_a_copied_recipe_with_a_component_of_ones_own_on_two_processes(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("num_processes", "override", "sentence"),
     [
-        ("protocol.max_seqlen=9", "unknown config key protocol.max_seqlen; did you mean"),
-        ("dataset.data_files=broken.jsonl", "broken.jsonl, line 3 is not JSON"),
+        (2, "protocol.max_seqlen=9", "unknown config key protocol.max_seqlen; did you mean"),
+        (2, "dataset.data_files=broken.jsonl", "broken.jsonl, line 3 is not JSON"),
+        (
+            3,
+            "parallel.tp=3",
+            "parallel.tp is 3, but torchtune.models.llama3_2.llama3_2 has 8 heads and 4 kv heads,"
+            " and tp divides both: set parallel.tp to 1 or 2 or 4",
+        ),
     ],
 )
-def test_a_mistake_is_shown_once_by_two_processes(tmp_path, override, sentence):
+def test_a_mistake_is_shown_once_by_all_processes(tmp_path, num_processes, override, sentence):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text\n')
     done = tune_run(
-        "ppl_eval", "--config", "tiny_ppl_eval", override, cwd=tmp_path, num_processes=2
+        "ppl_eval", "--config", "tiny_ppl_eval", override, cwd=tmp_path, num_processes=num_processes
     )
     assert done.returncode != 0
     ours = by_our_processes(done.stderr)

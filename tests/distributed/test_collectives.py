@@ -1,0 +1,115 @@
+"""What each axis communicates, in order and in size: counted, not estimated."""
+
+import torch
+import torch.distributed as dist
+from helpers import ByteTokenizer, sharp_llama
+from ranks import run_on_ranks
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ppl_eval import evaluate
+from ppl_eval.data.batch import collate
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.shard import shard_decoder
+from ppl_eval.parallel.tensor import split_decoder
+from ppl_eval.score.head import score
+
+LAYERS, DIM, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 64, 2, 16, 259
+
+
+def texts():
+    return ["the cat sat on the mat, " * (n % 7) + "x" * (n % 5 + 1) for n in range(40)]
+
+
+def split(tied=True, **degrees):
+    model = sharp_llama(VOCABULARY, tied=tied)
+    meshes = ParallelDims(**degrees, world_size=dist.get_world_size()).build_mesh("cpu")
+    split_decoder(model, meshes.tp)
+    shard_decoder(model, model.layers, meshes.fsdp)
+    return model, meshes
+
+
+def measure(model, meshes):
+    return evaluate(
+        model,
+        ByteTokenizer(),
+        texts(),
+        max_seq_len=32,
+        max_tokens_per_batch=128,
+        meshes=meshes,
+    )
+
+
+def calls_of(rank, degrees):
+    """(collectives of a whole run, [(rows, positions, scored tokens)] of its batches)."""
+    calls = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                tensors = [t for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)]
+                calls.append((func.overloadpacket.__name__, tensors[0].numel()))
+            return func(*args, **(kwargs or {}))
+
+    model, meshes = split(**degrees)
+    with Watch():
+        result = measure(model, meshes)
+    workload, shapes = result.workload, []
+    for numbers in workload.plan.batches:
+        batch = collate(numbers, workload.windows, workload.corpus, workload.protocol)
+        shapes.append((*batch.inputs_BT.shape, int(batch.scored_BT.sum())))
+    return calls, shapes, len(workload.windows)
+
+
+BEFORE = [("allreduce_", n) for n in (2, 4 * 40)]
+
+
+def after(num_windows):
+    return [("allreduce_", num_windows)] * 3
+
+
+def test_tensor_parallel():
+    """Embedding: one sum. A layer: two. The head: three numbers for each scored token."""
+    for calls, shapes, num_windows in run_on_ranks(2, calls_of, {"tp": 2}):
+        steps = []
+        for rows, positions, scored in shapes:
+            hidden = ("allreduce_", rows * positions * DIM)
+            steps += [hidden] * (1 + 2 * LAYERS)
+            steps += [("allreduce_", scored), ("allreduce_", 2 * scored)]
+        assert len(shapes) > 10
+        assert calls == [*BEFORE, *steps, *after(num_windows)]
+
+
+def test_context_parallel():
+    """A layer gathers keys and values once, with the heads that the model has of them."""
+    for calls, shapes, num_windows in run_on_ranks(2, calls_of, {"cp": 2, "dp_shard": 1}):
+        gathers = [size for name, size in calls if name == "_allgather_base_"]
+        padded = [(rows, -(-positions // 4) * 4) for rows, positions, _ in shapes]
+        layer = [2 * rows * KV_HEADS * positions * HEAD_DIM for rows, positions in padded]
+        # FSDP2 shares the parameters over cp: the root's once, a layer's before it runs
+        kv = [size for size in gathers if size in set(layer)]
+        assert kv == [size for size in layer for _ in range(LAYERS)]
+        assert len(gathers) == len(kv) + 1 + LAYERS * len(shapes)
+        reductions = [call for call in calls if call[0] == "allreduce_"]
+        assert reductions == [*BEFORE, *after(num_windows)]
+        assert len(reductions) + len(gathers) == len(calls)
+
+
+def debug_counts(rank, tied):
+    model, _ = split(tied=tied, tp=2)
+    for layer in model.layers:  # CommDebugMode loses its way in a module that is called twice
+        for owner, name in ((layer.attn, "pos_embeddings"), (layer.mlp, "activation")):
+            forward = getattr(owner, name).forward
+            delattr(owner, name)
+            setattr(owner, name, forward)
+    batch = torch.arange(60).view(2, 30) % VOCABULARY
+    with CommDebugMode() as mode, torch.no_grad():
+        score(model, batch[:, :-1], batch[:, 1:], torch.ones(2, 29, dtype=torch.bool))
+    return {str(op): n for op, n in mode.get_comm_counts().items()}
+
+
+def test_no_rank_ever_has_all_logits():
+    """CommDebugMode sees reductions alone, tied and untied."""
+    for tied in (True, False):
+        for counts in run_on_ranks(2, debug_counts, tied):
+            assert counts == {"c10d.allreduce_": 1 + 2 * LAYERS + 2}

@@ -1,0 +1,51 @@
+"""A checkpoint on a mesh, as the recipe runs it; for functions that run on ranks."""
+
+import torch
+
+from ppl_eval import evaluation, preflight
+from ppl_eval.config import load as load_config
+from ppl_eval.model.load import load
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.shard import shard_decoder
+from ppl_eval.parallel.tensor import split_decoder
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
+    """Evaluate the checkpoint in ``folder`` on ``mesh``; every rank calls it.
+
+    Args:
+        mesh: (dp_replicate, dp_shard, cp, tp).
+        overrides: ``key=value`` after auto_ppl_eval's.
+        dataset: import path of a function that gives texts.
+    """
+    dims = ParallelDims(*mesh, world_size=world_size)
+    meshes = dims.build_mesh("cpu")
+    ready = prepared(folder, mesh, *overrides, dataset=dataset)
+    split_decoder(ready.model, meshes.tp)
+    shard_decoder(ready.model, ready.model.layers, meshes.fsdp)
+    load(ready.model, ready.source, ready.convert, torch.device("cpu"))
+    return evaluation.run(
+        ready.model,
+        ready.workload,
+        device=torch.device("cpu"),
+        batch_group=meshes.batch.get_group(),
+        loss_group=meshes.loss.get_group(),
+        cp_group=meshes.cp.get_group(),
+    )
+
+
+def prepared(folder, mesh, *overrides, dataset=None):
+    """The checkpoint as it is before any weight is read."""
+    cfg = load_config(
+        [
+            *("--config", "auto_ppl_eval", f"checkpoint_dir={folder}", "dtype=fp32"),
+            *(f"parallel.{axis}={degree}" for axis, degree in zip(AXES, mesh, strict=True)),
+            *(["dataset.data_files=unused"] if dataset else []),
+            *overrides,
+        ]
+    )
+    if dataset:
+        cfg.dataset = {"_component_": dataset}
+    return preflight.prepare(cfg, {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.dtype])
