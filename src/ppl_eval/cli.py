@@ -53,6 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("overrides", nargs="*", metavar="key=value")
     check.set_defaults(run=lambda args: _check(args.config, args.overrides, args.num_processes))
 
+    plan = commands.add_parser("plan", help="meshes that fit: memory and communication of each")
+    plan.add_argument("--config", required=True, metavar="NAME_OR_PATH")
+    plan.add_argument("--num-processes", type=int, required=True, help="devices in all")
+    memory = plan.add_mutually_exclusive_group(required=True)
+    memory.add_argument("--device-memory-gib", type=float, metavar="G")
+    memory.add_argument("--device-memory-mib", type=float, metavar="M")
+    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    plan.set_defaults(run=_plan)
+
     compare = commands.add_parser("compare", help="show several runs as one table")
     compare.add_argument("results", nargs="+", type=Path, help="output folders or results.json")
     compare.add_argument("--domains", action="store_true", help="with a row for each domain")
@@ -96,6 +105,13 @@ def _check(config: str, overrides: Sequence[str], num_processes: int) -> None:
     from ppl_eval.preflight import describe
 
     print(describe(["--config", config, *overrides], num_processes))
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from ppl_eval.planner import describe
+
+    memory = args.device_memory_mib or 1024 * (args.device_memory_gib or 0)
+    print(describe(["--config", args.config, *args.overrides], args.num_processes, memory))
 
 
 def _compare(paths: Sequence[Path], *, with_domains: bool) -> None:

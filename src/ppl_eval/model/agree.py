@@ -67,6 +67,12 @@ def config_of(checkpointer: Mapping[str, Any]) -> dict[str, Any]:
     return read_config(path)
 
 
+def read_config_beside(checkpointer: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a ``checkpointer`` section's folder; empty where there is none."""
+    path = Path(checkpointer.get("checkpoint_dir") or "") / "config.json"
+    return read_config(path) if path.is_file() else {}
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json as a mapping.
 

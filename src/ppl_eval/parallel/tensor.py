@@ -38,6 +38,10 @@ Vectors (norms) stay whole on every rank.
 """
 
 
+_AXES = {"vocabulary": 0, "columns": 0, "rows": 1}
+"""Axis of a weight. A bias of a matrix that is split by rows is added after the sum, whole."""
+
+
 def check_heads(model: nn.Module, tp: int, name: str = "the model") -> None:
     """Refuse a degree that does not divide the heads.
 
@@ -72,6 +76,16 @@ def check_heads(model: nn.Module, tp: int, name: str = "the model") -> None:
             )
 
 
+def split_axes(model: nn.Module) -> dict[str, int]:
+    """Name of each parameter that tp splits -> the axis; the others stay whole on every rank."""
+    return {
+        f"{name}.{key}": _AXES[kind]
+        for name, kind in _planned(model)
+        for key, parameter in model.get_submodule(name).named_parameters(recurse=False)
+        if parameter.ndim > _AXES[kind]
+    }
+
+
 def split_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split a decoder's matrices in place over a one-dimensional mesh, before FSDP2 if at all.
 
@@ -93,9 +107,9 @@ def split_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
         layer.attn.num_kv_heads //= tp
     for name, kind in _planned(model):
         module: Any = model.get_submodule(name)
-        axis = 1 if kind == "rows" else 0
+        axis = _AXES[kind]
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim > axis:  # what is added after a sum over ranks stays whole
+            if parameter.ndim > axis:
                 part = distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None)
                 module.register_parameter(key, nn.Parameter(part, requires_grad=False))
         module.tp_group = mesh.get_group()

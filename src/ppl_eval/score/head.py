@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from ppl_eval.parallel.tensor import VocabularyPart, vocabulary_part
 from ppl_eval.score.nll import sharded_token_nll, token_nll
 
-_CHUNK_ELEMENTS = 2**26
+CHUNK_ELEMENTS = 2**26
 """Logits that exist at a time, at most (256 MB in fp32)."""
 
 _LARGE_VOCABULARY = 2**18
 """Taken for a head that does not show its weight."""
 
-_CAST_ROWS = 16_384
+CAST_ROWS = 16_384
 """Rows of a low-precision head that are cast to fp32 at a time."""
 
 
@@ -121,7 +121,7 @@ def _in_chunks(
     vocabulary: int,
 ) -> torch.Tensor:
     """``nll`` of as many rows at a time as may have their logits at once."""
-    size = max(1, _CHUNK_ELEMENTS // vocabulary)
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
     dtype = torch.float64 if rows_N.dtype == torch.float64 else torch.float32
     nll_N = torch.zeros(len(rows_N), dtype=dtype, device=rows_N.device)
     for begin in range(0, len(rows_N), size):
@@ -177,7 +177,7 @@ def _product(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, fp32: bool) -> to
         return F.linear(hidden_ND, weight_VD)
     logits_NV = hidden_ND.new_empty(len(hidden_ND), len(weight_VD))
     for columns, rows in zip(
-        logits_NV.split(_CAST_ROWS, dim=1), weight_VD.split(_CAST_ROWS), strict=True
+        logits_NV.split(CAST_ROWS, dim=1), weight_VD.split(CAST_ROWS), strict=True
     ):
         columns.copy_(F.linear(hidden_ND, rows.float()))
     return logits_NV

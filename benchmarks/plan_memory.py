@@ -1,0 +1,159 @@
+"""The planner's memory beside measured peaks, and what context parallelism saves on a long window.
+
+    python benchmarks/plan_memory.py
+
+Random llamas of 8 layers (512 features, 8 heads, 4 kv heads, 32,000 rows, tied, fp32) run one step
+on CPU ranks with one thread each. Two Markdown tables: meshes of 1, 2 and 4 ranks on a batch of 8 x
+1,024 positions, then cp = 1, 2, 4 on one window of 32,768 tokens. MiB of anonymous memory of the
+largest rank (RssAnon, sampled every 2 ms): parameters, and the peak of the step above what there
+was before them.
+"""
+
+import json
+import multiprocessing
+import tempfile
+from pathlib import Path
+
+from load_memory import MIB, Peak, rss_anon
+
+MESHES = [
+    (1, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 1, 2),
+    (1, 4, 1, 1),
+    (1, 2, 2, 1),
+    (1, 1, 2, 2),
+    (1, 1, 1, 4),
+]
+
+
+def main() -> None:
+    """Command line."""
+    print("| dp_replicate | dp_shard | cp | tp | parameters | planned | peak | planned |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for mesh in MESHES:
+        one = run(mesh, 8, 1024)
+        degrees = " | ".join(map(str, mesh))
+        print(
+            f"| {degrees} | {one['parameters']:.0f} | {one['planned_parameters']:.0f}"
+            f" | {one['peak']:.0f} | {one['planned']:.0f} |",
+            flush=True,
+        )
+    print()
+    print("| cp | peak without parameters | of which K and V, planned | the rest, of cp=1 |")
+    print("| --- | --- | --- | --- |")
+    whole = None
+    for cp in (1, 2, 4):
+        one = run((1, 1, cp, 1), 1, 32_768)
+        used = one["peak"] - one["parameters"] - one["gathered"]
+        rest = used - one["shared"]
+        whole = whole or rest
+        print(f"| {cp} | {used:.0f} | {one['shared']:.0f} | {rest / whole:.2f} |", flush=True)
+
+
+def run(mesh: tuple[int, int, int, int], rows: int, length: int) -> dict[str, float]:
+    """What the largest rank measured, in MiB."""
+    world_size = mesh[0] * mesh[1] * mesh[2] * mesh[3]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = [
+            context.Process(target=rank_main, args=(rank, world_size, mesh, rows, length, scratch))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a rank failed with exit code {process.exitcode}")
+        found = [json.loads(Path(scratch, f"{r}.json").read_text()) for r in range(world_size)]
+    return max(found, key=lambda one: one["peak"])
+
+
+def rank_main(
+    rank: int,
+    world_size: int,
+    mesh: tuple[int, int, int, int],
+    rows: int,
+    length: int,
+    scratch: str,
+) -> None:
+    """One rank: random shards, and one step."""
+    import torch
+    import torch.distributed as dist
+
+    from ppl_eval import compat
+    from ppl_eval.data.batch import Batch
+    from ppl_eval.model.build import build_on_meta
+    from ppl_eval.parallel.context import ContextSplit
+    from ppl_eval.parallel.dims import ParallelDims
+    from ppl_eval.parallel.shard import shard_decoder
+    from ppl_eval.parallel.tensor import split_decoder
+    from ppl_eval.planner import Sizes, estimate
+    from ppl_eval.score.attention import attention_split
+    from ppl_eval.score.head import score
+
+    torch.set_num_threads(1)
+    store = f"file://{scratch}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    dims = ParallelDims(*mesh, world_size=world_size)
+    meshes = dims.build_mesh("cpu")
+    node = {
+        "_component_": "torchtune.models.llama3_2.llama3_2",
+        "vocab_size": 32_000,
+        "num_layers": 8,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "embed_dim": 512,
+        "intermediate_dim": 1536,
+        "max_seq_len": 32_768,
+        "scale_factor": 1,
+    }
+    model = build_on_meta(node, torch.float32, {}).eval()
+    planned = estimate(Sizes.of(model), dims, rows * length)
+    split_decoder(model, meshes.tp)
+    shard_decoder(model, model.layers, meshes.fsdp)
+
+    base = rss_anon()
+    model.to_empty(device="cpu")
+    with torch.device("cpu"):
+        compat.rebuild_rope(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    dist.barrier()
+    parameters = rss_anon() - base
+    whole = Batch(
+        torch.arange(rows),
+        torch.randint(0, 32_000, (rows, length)),
+        torch.randint(0, 32_000, (rows, length)),
+        torch.ones(rows, length, dtype=torch.bool),
+    )
+    context = ContextSplit.of(meshes.cp.get_group())
+    batch = whole.part(context)
+    with Peak() as peak, torch.no_grad(), attention_split(model, context):
+        score(
+            model,
+            batch.inputs_BT,
+            batch.targets_BT,
+            batch.scored_BT,
+            positions_T=batch.positions_T,
+        )
+    kv, heads = 4 * 64, 8 * 64
+    shared = 2 * kv * rows * length / mesh[2] + 2 * max(heads, 2 * kv) * rows * length
+    found = {
+        "parameters": parameters / MIB,
+        "planned_parameters": planned.parameters / MIB,
+        "peak": (peak.value - base) / MIB,
+        "planned": planned.total / MIB,
+        "gathered": planned.gathered / MIB,
+        "shared": 4 * shared / MIB if mesh[2] > 1 else 0.0,
+    }
+    Path(scratch, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Which mesh? Memory and communication of every layout of N processes, without weights or text.
+
+The formulas are those of docs/parallelism.md; benchmarks/plan_memory.py holds them against measured
+peaks, and tests hold parameters and communication against counts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval.config import EvalConfig
+from ppl_eval.config import load as load_config
+from ppl_eval.errors import UserError
+from ppl_eval.model.agree import read_config_beside
+from ppl_eval.model.build import build_on_meta
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.process_group import DTYPES
+from ppl_eval.parallel.tensor import check_heads, split_axes
+from ppl_eval.report.tables import align
+from ppl_eval.score.head import CAST_ROWS, CHUNK_ELEMENTS
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the formulas need to know of a decoder.
+
+    Attributes:
+        shapes: parameter name -> (shape, axis that tp splits or None).
+        layers: number of decoder layers.
+        dim: features of a hidden state.
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: features of a head.
+        hidden: hidden units of a feed-forward.
+        vocabulary: rows of the embedding.
+        item: bytes of a number.
+    """
+
+    shapes: Mapping[str, tuple[torch.Size, int | None]]
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    item: int
+
+    @classmethod
+    def of(cls, model: TransformerDecoder) -> "Sizes":
+        """Sizes of a decoder that is not split."""
+        layers: Any = model.layers
+        attention, mlp = layers[0].attn, layers[0].mlp
+        axes = split_axes(model)
+        return cls(
+            shapes={n: (p.shape, axes.get(n)) for n, p in model.named_parameters()},
+            layers=len(layers),
+            dim=model.tok_embeddings.weight.shape[1],
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            hidden=mlp.w1.weight.shape[0],
+            vocabulary=model.tok_embeddings.weight.shape[0],
+            item=model.tok_embeddings.weight.element_size(),
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank, the largest.
+
+    Attributes:
+        dims: the mesh.
+        parameters: shards.
+        gathered: parameters that FSDP2 has gathered at a time.
+        activations: of a decoder layer.
+        head: logits of a chunk, and what turns them into a loss.
+        fsdp_traffic: bytes a step received for parameters.
+        cp_traffic: bytes a step received for keys and values.
+        tp_traffic: bytes a step received for sums of hidden states and for the loss.
+    """
+
+    dims: ParallelDims
+    parameters: float
+    gathered: float
+    activations: float
+    head: float
+    fsdp_traffic: float
+    cp_traffic: float
+    tp_traffic: float
+
+    @property
+    def total(self) -> float:
+        """Peak: layers and head do not run at the same time."""
+        return self.parameters + self.gathered + max(self.activations, self.head)
+
+    @property
+    def traffic_per_batch(self) -> float:
+        """Bytes a rank receives for each batch that a step completes over all ranks."""
+        return (self.fsdp_traffic + self.cp_traffic + self.tp_traffic) / self.dims.batch_size
+
+
+def estimate(
+    sizes: Sizes, dims: ParallelDims, positions: int, *, reshard_after_forward: bool = True
+) -> Estimate:
+    """Memory and communication of one rank.
+
+    Args:
+        sizes: of the model.
+        dims: the mesh.
+        positions: of a batch, padding included.
+        reshard_after_forward: see :func:`ppl_eval.parallel.shard.shard_decoder`.
+    """
+    tp, cp, fsdp, item = dims.tp, dims.cp, dims.fsdp_size, sizes.item
+    root, layer, shards = 0, 0, 0
+    for name, (shape, axis) in sizes.shapes.items():
+        split = list(shape)
+        if axis is not None:
+            split[axis] = -(-split[axis] // tp)
+        count = _count(split)
+        if not name.startswith("layers."):
+            root += count
+        elif name.startswith("layers.0."):
+            layer += count
+        shards += _count([-(-split[0] // fsdp), *split[1:]])
+    kept = 2 if reshard_after_forward else sizes.layers + 1
+    gathered = 0 if fsdp == 1 else (root + kept * layer) * item
+
+    own = positions / cp
+    heads, kv_heads = sizes.heads // tp * sizes.head_dim, sizes.kv_heads // tp * sizes.head_dim
+    hidden = -(-sizes.hidden // tp)
+    shared = 0.0
+    if cp > 1:  # keys and values: this rank's, and the window's with all query heads
+        shared = 2 * kv_heads * own + 2 * max(heads, 2 * kv_heads) * positions
+    attention = own * (3 * sizes.dim + 5 * heads) + shared
+    feed_forward = own * (4 * sizes.dim + 3 * hidden)
+    activations = item * max(attention, feed_forward)
+
+    vocabulary = -(-sizes.vocabulary // tp)
+    rows = min(own, max(1, CHUNK_ELEMENTS // vocabulary))
+    head = 2 * 4 * rows * vocabulary + own * sizes.dim * 3 * item + rows * sizes.dim * 4
+    if item < 4:  # rows of the weight in fp32, and their logits
+        head += 4 * min(CAST_ROWS, vocabulary) * (sizes.dim + rows)
+
+    def received(size: float, ranks: int) -> float:
+        return size * (ranks - 1) / ranks
+
+    fsdp_traffic = received(sizes.layers * layer * item, fsdp) if reshard_after_forward else 0.0
+    cp_traffic = received(sizes.layers * 2 * positions * kv_heads * item, cp)
+    sums = (1 + 2 * sizes.layers) * own * sizes.dim * item + 3 * own * 4
+    return Estimate(
+        dims=dims,
+        parameters=shards * item,
+        gathered=gathered,
+        activations=activations,
+        head=head,
+        fsdp_traffic=fsdp_traffic,
+        cp_traffic=cp_traffic,
+        tp_traffic=2 * received(sums, tp),
+    )
+
+
+def meshes(model: TransformerDecoder, num_processes: int) -> Iterator[ParallelDims]:
+    """All layouts of ``num_processes`` that can split the model."""
+    for tp in _divisors(num_processes):
+        try:
+            check_heads(model, tp)
+        except UserError:
+            continue
+        for cp in _divisors(num_processes // tp):
+            for dp_shard in _divisors(num_processes // tp // cp):
+                dp_replicate = num_processes // tp // cp // dp_shard
+                yield ParallelDims(dp_replicate, dp_shard, cp, tp, num_processes)
+
+
+def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) -> str:
+    """The meshes that fit, the least communication first, as a table.
+
+    Args:
+        args: ``--config NAME key=value`` as for ``tune run ppl_eval``.
+        num_processes: devices in all.
+        device_memory_mib: of each.
+
+    Raises:
+        UserError: the config is wrong, or no mesh fits (naming the one that needs least).
+    """
+    cfg = load_config(args)
+    if num_processes < 1 or device_memory_mib <= 0:
+        raise UserError(
+            f"--num-processes is {num_processes} and --device-memory-gib"
+            f" {device_memory_mib / 1024:g}, but both are above 0"
+        )
+    model = build_on_meta(cfg.model, DTYPES[cfg.dtype], read_config_beside(cfg.checkpointer))
+    sizes, positions = Sizes.of(model), _positions(cfg)
+    reshard = cfg.parallel.reshard_after_forward
+    every = [
+        estimate(sizes, dims, positions, reshard_after_forward=reshard)
+        for dims in meshes(model, num_processes)
+    ]
+    fit = [one for one in every if one.total <= device_memory_mib * MIB]
+    name = f"{cfg.model['_component_']} in {cfg.dtype}, batches of {positions:,} positions"
+    if not fit:
+        least = min(every, key=lambda one: one.total)
+        raise UserError(
+            f"{name}: none of {len(every)} meshes of {num_processes} processes fits into"
+            f" {device_memory_mib:,.0f} MiB; {least.dims} needs least,"
+            f" {least.total / MIB:,.0f} MiB: take more processes, or a smaller max_tokens_per_batch"
+        )
+    fit.sort(key=lambda one: (one.traffic_per_batch, one.total))
+    rows = [_HEADINGS, *map(_row, fit)]
+    return (
+        f"{name}\n{len(fit)} of {len(every)} meshes of {num_processes} processes fit into"
+        f" {device_memory_mib:,.0f} MiB; MiB of a rank, the least communication first\n\n"
+        f"{align(rows)}"
+    )
+
+
+_HEADINGS = (
+    "dp_replicate dp_shard cp tp",
+    *("parameters", "gathered", "activations", "head", "total"),
+    *("fsdp/step", "cp/step", "tp/step", "per batch"),
+)
+
+
+def _row(one: Estimate) -> list[str]:
+    dims = one.dims
+    numbers = (
+        *(one.parameters, one.gathered, one.activations, one.head, one.total),
+        *(one.fsdp_traffic, one.cp_traffic, one.tp_traffic, one.traffic_per_batch),
+    )
+    degrees = f"{dims.dp_replicate:>12} {dims.dp_shard:>8} {dims.cp:>2} {dims.tp:>2}"
+    return [degrees, *(f"{number / MIB:,.0f}" for number in numbers)]
+
+
+def _positions(cfg: EvalConfig) -> int:
+    """Most positions of a batch: a window that is longer than the budget is a batch of its own."""
+    return max(cfg.max_tokens_per_batch, cfg.protocol.max_seq_len)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _count(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
