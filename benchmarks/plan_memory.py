@@ -2,15 +2,17 @@
 
     python benchmarks/plan_memory.py
 
-Random llamas of 8 layers (512 features, 8 heads, 4 kv heads, 32,000 rows, tied, fp32) run one step
-on CPU ranks with one thread each. Two Markdown tables: meshes of 1, 2 and 4 ranks on a batch of 8 x
-1,024 positions, then cp = 1, 2, 4 on one window of 32,768 tokens. MiB of anonymous memory of the
-largest rank (RssAnon, sampled every 2 ms): parameters, and the peak of the step above what there
-was before them.
+Random llamas (512 features, 8 heads, 4 kv heads, 32,000 rows, tied, fp32) run one step on CPU ranks
+with one thread each. Two Markdown tables: meshes of 1, 2 and 4 ranks on a batch of 8 x 1,024
+positions (8 layers), then cp = 1, 2, 4 on one window of 32,768 tokens (1 layer). MiB of anonymous
+memory of the largest rank (RssAnon, sampled every 2 ms): parameters, and the peak of the step above
+what there was before them. glibc is told to give back what is freed; by default it keeps pieces,
+and a process that runs one step needs up to twice as much.
 """
 
 import json
 import multiprocessing
+import os
 import tempfile
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def main() -> None:
     print("| dp_replicate | dp_shard | cp | tp | parameters | planned | peak | planned |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for mesh in MESHES:
-        one = run(mesh, 8, 1024)
+        one = run(mesh, 8, 1024, layers=8)
         degrees = " | ".join(map(str, mesh))
         print(
             f"| {degrees} | {one['parameters']:.0f} | {one['planned_parameters']:.0f}"
@@ -45,20 +47,23 @@ def main() -> None:
     print("| --- | --- | --- | --- |")
     whole = None
     for cp in (1, 2, 4):
-        one = run((1, 1, cp, 1), 1, 32_768)
+        one = run((1, 1, cp, 1), 1, 32_768, layers=1)
         used = one["peak"] - one["parameters"] - one["gathered"]
         rest = used - one["shared"]
         whole = whole or rest
         print(f"| {cp} | {used:.0f} | {one['shared']:.0f} | {rest / whole:.2f} |", flush=True)
 
 
-def run(mesh: tuple[int, int, int, int], rows: int, length: int) -> dict[str, float]:
+def run(mesh: tuple[int, int, int, int], rows: int, length: int, layers: int) -> dict[str, float]:
     """What the largest rank measured, in MiB."""
     world_size = mesh[0] * mesh[1] * mesh[2] * mesh[3]
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
-            context.Process(target=rank_main, args=(rank, world_size, mesh, rows, length, scratch))
+            context.Process(
+                target=rank_main, args=(rank, world_size, mesh, rows, length, layers, scratch)
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -77,6 +82,7 @@ def rank_main(
     mesh: tuple[int, int, int, int],
     rows: int,
     length: int,
+    layers: int,
     scratch: str,
 ) -> None:
     """One rank: random shards, and one step."""
@@ -102,7 +108,7 @@ def rank_main(
     node = {
         "_component_": "torchtune.models.llama3_2.llama3_2",
         "vocab_size": 32_000,
-        "num_layers": 8,
+        "num_layers": layers,
         "num_heads": 8,
         "num_kv_heads": 4,
         "embed_dim": 512,
@@ -121,7 +127,7 @@ def rank_main(
         compat.rebuild_rope(model)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.05)
+            getattr(parameter, "_local_tensor", parameter).normal_(std=0.05)
     dist.barrier()
     parameters = rss_anon() - base
     whole = Batch(

@@ -143,7 +143,7 @@ def estimate(
 
     vocabulary = -(-sizes.vocabulary // tp)
     rows = min(own, max(1, CHUNK_ELEMENTS // vocabulary))
-    head = 2 * 4 * rows * vocabulary + own * sizes.dim * 3 * item + rows * sizes.dim * 4
+    head = 4 * rows * vocabulary + own * sizes.dim * 3 * item + rows * sizes.dim * 4
     if item < 4:  # rows of the weight in fp32, and their logits
         head += 4 * min(CAST_ROWS, vocabulary) * (sizes.dim + rows)
 

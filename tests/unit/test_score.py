@@ -54,7 +54,7 @@ def test_a_label_shift_would_show(model, batch):
 def test_chunks_of_the_head_change_nothing(model, batch, rows, monkeypatch):
     with torch.no_grad():
         whole = score(model, *batch)
-        monkeypatch.setattr(head, "_CHUNK_ELEMENTS", rows * 101)
+        monkeypatch.setattr(head, "CHUNK_ELEMENTS", rows * 101)
         chunked = score(model, *batch)
     torch.testing.assert_close(chunked, whole, rtol=2e-6, atol=2e-6)
 
@@ -62,7 +62,7 @@ def test_chunks_of_the_head_change_nothing(model, batch, rows, monkeypatch):
 def test_full_logits_never_exist(model, batch, monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(head, "_CHUNK_ELEMENTS", 4 * 101)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 4 * 101)
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -112,7 +112,7 @@ def test_the_cast_of_a_large_low_precision_head_goes_in_blocks(batch, monkeypatc
     model = sharp_llama().bfloat16()
     with torch.no_grad():
         whole = score(model, *batch)
-        monkeypatch.setattr(head, "_CAST_ROWS", 7)
+        monkeypatch.setattr(head, "CAST_ROWS", 7)
         blocks = score(model, *batch)
     torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
 

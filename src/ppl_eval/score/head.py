@@ -11,15 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ppl_eval.parallel.tensor import VocabularyPart, vocabulary_part
-from ppl_eval.score.nll import sharded_token_nll, token_nll
+from ppl_eval.score.nll import sharded_token_nll_, token_nll_
 
-CHUNK_ELEMENTS = 2**26
-"""Logits that exist at a time, at most (256 MB in fp32)."""
+CHUNK_ELEMENTS = 2**25
+"""Logits that exist at a time, at most (128 MiB in fp32)."""
 
 _LARGE_VOCABULARY = 2**18
 """Taken for a head that does not show its weight."""
 
-CAST_ROWS = 16_384
+CAST_ROWS = 8192
 """Rows of a low-precision head that are cast to fp32 at a time."""
 
 
@@ -42,8 +42,11 @@ class CappedHead(nn.Module):
 
 
 def soft_capped(logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
-    """``soft_cap * tanh(logits / soft_cap)``."""
-    return soft_cap * torch.tanh(logits / soft_cap)
+    """``soft_cap * tanh(logits / soft_cap)``, in the memory of ``logits`` unless they have a
+    gradient."""
+    if logits.requires_grad:
+        return soft_cap * torch.tanh(logits / soft_cap)
+    return logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def score(
@@ -60,7 +63,7 @@ def score(
     Of a torchtune ``TransformerDecoder`` only the hidden states are computed at every position; its
     final norm and head run inside its own forward (where FSDP2 has gathered their parameters) on
     the scored positions. A head that is split by vocabulary stays split: see
-    :func:`ppl_eval.score.nll.sharded_token_nll`. Any other module must return logits [B, T, V],
+    :func:`ppl_eval.score.nll.sharded_token_nll_`. Any other module must return logits [B, T, V],
     itself or as ``.logits``.
 
     Args:
@@ -90,7 +93,7 @@ def score(
     else:
         out = model(inputs_BT)
         logits_NV = getattr(out, "logits", out)[scored_BT]
-        nll_N = _in_chunks(token_nll, logits_NV, targets_N, logits_NV.shape[-1])
+        nll_N = _in_chunks(token_nll_, logits_NV, targets_N, logits_NV.shape[-1])
     nll_BT = torch.zeros(inputs_BT.shape, dtype=nll_N.dtype, device=nll_N.device)
     nll_BT[scored_BT] = nll_N
     return nll_BT
@@ -164,8 +167,8 @@ class Head:
         """NLL of N tokens; every rank that has a part of the vocabulary calls it."""
         logits_NV = self.logits(hidden_ND)
         if self.part is None:
-            return token_nll(logits_NV, targets_N)
-        return sharded_token_nll(logits_NV, targets_N, self.part.first, self.part.group)
+            return token_nll_(logits_NV, targets_N)
+        return sharded_token_nll_(logits_NV, targets_N, self.part.first, self.part.group)
 
 
 def _product(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, fp32: bool) -> torch.Tensor:

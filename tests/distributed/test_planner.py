@@ -1,0 +1,165 @@
+"""The planner's formulas against what torch allocates and what ranks send."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ppl_eval import UserError, compat, planner
+from ppl_eval.data.batch import Batch
+from ppl_eval.model.build import build_on_meta
+from ppl_eval.parallel.context import ContextSplit
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.shard import shard_decoder
+from ppl_eval.parallel.tensor import split_decoder
+from ppl_eval.score.attention import attention_split
+from ppl_eval.score.head import score
+
+ROWS, LENGTH = 8, 512
+MESHES = {
+    1: [(1, 1, 1, 1)],
+    2: [(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
+    4: [(1, 2, 2, 1), (1, 1, 2, 2), (1, 2, 1, 2)],
+}
+
+
+def node(vocabulary):
+    return {
+        "_component_": "torchtune.models.llama3_2.llama3_2",
+        "vocab_size": vocabulary,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "embed_dim": 256,
+        "intermediate_dim": 704,
+        "max_seq_len": 1024,
+        "scale_factor": 1,
+    }
+
+
+def allocated(function):
+    """Most bytes that ``function`` has from torch's allocator at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = profiler.profiler.kineto_results.events()
+    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    return max(itertools.accumulate(e.nbytes() for e in memory))
+
+
+def received(function):
+    """Bytes that this rank receives from others, by kind of collective, in rings."""
+    ranks, found = dist.get_world_size(), {"allreduce_": 0.0, "_allgather_base_": 0.0}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                tensor = next(
+                    t for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)
+                )
+                size = tensor.numel() * tensor.element_size() * (ranks - 1) / ranks
+                name = func.overloadpacket.__name__
+                found[name] += 2 * size if name == "allreduce_" else size
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        function()
+    return found
+
+
+def measure(rank, world_size, vocabulary, dtype):
+    """(mesh, bytes of parameters, most bytes of a step, bytes received by a step, estimate)."""
+    rows = []
+    for mesh in MESHES[world_size]:
+        dims = ParallelDims(*mesh, world_size=world_size)
+        meshes = dims.build_mesh("cpu")
+        model = build_on_meta(node(vocabulary), dtype, {}).eval()
+        planned = planner.estimate(planner.Sizes.of(model), dims, ROWS * LENGTH)
+        split_decoder(model, meshes.tp)
+        shard_decoder(model, model.layers, meshes.fsdp)
+        model.to_empty(device="cpu")
+        compat.rebuild_rope(model)
+        parameters = 0
+        for parameter in model.parameters():
+            shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            shard.data.normal_(std=0.05)
+            parameters += shard.numel() * shard.element_size()
+        tokens = torch.randint(0, vocabulary, (ROWS, LENGTH))
+        whole = Batch(torch.arange(ROWS), tokens, tokens, torch.ones_like(tokens).bool())
+        context = ContextSplit.of(meshes.cp.get_group())
+        batch = whole.part(context)
+
+        def step(model=model, batch=batch, context=context):
+            with torch.no_grad(), attention_split(model, context):
+                score(
+                    model,
+                    batch.inputs_BT,
+                    batch.targets_BT,
+                    batch.scored_BT,
+                    positions_T=batch.positions_T,
+                )
+
+        first = allocated(step)
+        rows.append((mesh, parameters, first, received(step), planned))
+    return rows
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [(1000, torch.float32), (60_000, torch.float32), (60_000, torch.bfloat16)],
+)
+def test_memory_and_traffic(world_size, vocabulary, dtype):
+    of_ranks = run_on_ranks(world_size, measure, world_size, vocabulary, dtype)
+    for rows in zip(*of_ranks, strict=True):
+        mesh, _, _, traffic, planned = rows[0]
+        assert max(row[1] for row in rows) == planned.parameters
+        most = [row[2] for row in rows]
+        rest = planned.total - planned.parameters
+        # gloo's thread may still hold a tensor that it has just added up
+        late = 2 * ROWS * LENGTH / planned.dims.cp * 256 * dtype.itemsize if world_size > 1 else 0
+        assert 0.85 * rest < min(most), (mesh, most, rest)
+        assert max(most) < 1.05 * rest + late, (mesh, most, rest)
+        if sum(degree > 1 for degree in mesh) == 1:
+            reduced, gathered = traffic["allreduce_"], traffic["_allgather_base_"]
+            assert reduced == planned.tp_traffic
+            assert gathered == pytest.approx(planned.fsdp_traffic + planned.cp_traffic, rel=1e-3)
+
+
+def test_the_table_has_all_that_fit_the_least_communication_first():
+    args = ["--config", "llama3_1/70B_ppl_eval"]
+    lines = planner.describe(args, 8, 24 * 1024).splitlines()
+    assert lines[0].startswith("torchtune.models.llama3_1.llama3_1_70b in bf16, batches of 8,192")
+    rows = [line.split() for line in lines[5:]]
+    assert 0 < len(rows) < 20
+    assert lines[1].startswith(f"{len(rows)} of 20 meshes of 8 processes fit into 24,576 MiB")
+    per_batch = [float(row[-1].replace(",", "")) for row in rows]
+    assert per_batch == sorted(per_batch)
+    assert all(float(row[8].replace(",", "")) <= 24 * 1024 for row in rows)
+    # a replica on every device communicates nothing
+    roomy = planner.describe(args, 8, 200 * 1024).splitlines()
+    assert roomy[5].split()[:4] == ["8", "1", "1", "1"]
+    assert roomy[5].split()[-4:] == ["0"] * 4
+
+
+def test_nothing_fits():
+    with pytest.raises(UserError) as error:
+        planner.describe(["--config", "llama3_1/70B_ppl_eval"], 2, 16 * 1024)
+    assert str(error.value).startswith(
+        "torchtune.models.llama3_1.llama3_1_70b in bf16, batches of 8,192 positions: none of 4"
+        " meshes of 2 processes fits into 16,384 MiB; dp_replicate=1 dp_shard=1 cp=1 tp=2 needs"
+        " least, "
+    )
+    with pytest.raises(UserError, match="both are above 0"):
+        planner.describe(["--config", "llama3_1/70B_ppl_eval"], 0, 1024)
+
+
+def test_meshes_that_the_heads_do_not_allow_are_left_out():
+    with torch.device("meta"):
+        model = build_on_meta({**node(11), "num_kv_heads": 2}, torch.float32, {})
+    found = list(planner.meshes(model, 8))
+    assert {dims.tp for dims in found} == {1, 2}
+    assert len(found) == len(set(found)) == 10 + 6
