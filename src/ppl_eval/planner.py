@@ -137,7 +137,8 @@ def estimate(
     shared = 0.0
     if cp > 1:  # keys and values: this rank's, and the window's with all query heads
         shared = 2 * kv_heads * own + 2 * max(heads, 2 * kv_heads) * positions
-    attention = own * (3 * sizes.dim + 5 * heads) + shared
+    wide = 4 / item if tp > 1 and item < 4 else 0.0  # fp32 of a sum over ranks, before its rounding
+    attention = own * ((3 + wide) * sizes.dim + 5 * heads) + shared
     feed_forward = own * (4 * sizes.dim + 3 * hidden)
     activations = item * max(attention, feed_forward)
 
@@ -152,7 +153,7 @@ def estimate(
 
     fsdp_traffic = received(sizes.layers * layer * item, fsdp) if reshard_after_forward else 0.0
     cp_traffic = received(sizes.layers * 2 * positions * kv_heads * item, cp)
-    sums = (1 + 2 * sizes.layers) * own * sizes.dim * item + 3 * own * 4
+    sums = (item + 2 * sizes.layers * 4) * own * sizes.dim + 3 * own * 4
     return Estimate(
         dims=dims,
         parameters=shards * item,
@@ -207,14 +208,14 @@ def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) 
     if not fit:
         least = min(every, key=lambda one: one.total)
         raise UserError(
-            f"{name}: none of {len(every)} meshes of {num_processes} processes fits into"
+            f"{name}: none of {len(every)} meshes on {num_processes} processes fits into"
             f" {device_memory_mib:,.0f} MiB; {least.dims} needs least,"
             f" {least.total / MIB:,.0f} MiB: take more processes, or a smaller max_tokens_per_batch"
         )
     fit.sort(key=lambda one: (one.traffic_per_batch, one.total))
     rows = [_HEADINGS, *map(_row, fit)]
     return (
-        f"{name}\n{len(fit)} of {len(every)} meshes of {num_processes} processes fit into"
+        f"{name}\n{len(fit)} of {len(every)} meshes on {num_processes} processes fit into"
         f" {device_memory_mib:,.0f} MiB; MiB of a rank, the least communication first\n\n"
         f"{align(rows)}"
     )

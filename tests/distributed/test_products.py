@@ -226,6 +226,42 @@ def test_data_parallelism_changes_no_bit(found, names, mesh):
         assert here[mesh, name, budget] == there[small, name, budget]
 
 
+def in_dtype(rank, world_size, meshes, dtype):
+    """Mesh -> NLL of each document of the embedded student."""
+    return {
+        mesh: [
+            row["nll_nats_sum"]
+            for row in on_mesh(
+                folder_of("tiny_student"),
+                mesh,
+                world_size,
+                f"protocol.max_seq_len={WINDOW}",
+                f"dtype={dtype}",
+                dataset=f"{__name__}.texts",
+            ).summary.documents.rows()
+        ]
+        for mesh in meshes
+    }
+
+
+def test_bf16_differs_less_between_meshes_than_from_fp32():
+    """Sums over tp are rounded once; their parts rounded too, it would be as much."""
+    alone = (1, 1, 1, 1)
+    fp32, bf16 = (
+        torch.tensor(run_on_ranks(1, in_dtype, 1, [alone], dtype)[0][alone], dtype=torch.float64)
+        for dtype in ("fp32", "bf16")
+    )
+    by_dtype = (bf16 / fp32 - 1).abs().mean()
+    assert 1e-4 < by_dtype < 1e-2
+    meshes = [(1, 4, 1, 1), (1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 4, 1), (1, 1, 2, 2)]
+    found = run_on_ranks(4, in_dtype, 4, meshes, "bf16")[0]
+    for mesh, documents in found.items():
+        by_mesh = (torch.tensor(documents, dtype=torch.float64) / bf16 - 1).abs().mean()
+        assert by_mesh < (0.7 if mesh[2] > 1 else 0.05) * by_dtype, mesh
+        if mesh[2:] == (1, 1):
+            assert by_mesh == 0
+
+
 def five_rows(rank, tied):
     """A vocabulary of 5 on four ranks: the last has no row at all."""
     torch.manual_seed(1)

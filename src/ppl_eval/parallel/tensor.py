@@ -180,15 +180,33 @@ class _Columns(nn.Linear):
 
 
 class _Rows(nn.Linear):
-    """Each rank reads its own input features; the outputs are added up, then the bias once."""
+    """Each rank reads its own input features; the outputs are added up, then the bias once.
+
+    Parts and their sum are fp32 and rounded once, as inside one process's product. Rounding the
+    parts too moves a bf16 model's loss as much as bf16 itself does.
+    """
 
     tp_group: dist.ProcessGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = F.linear(input, _local(self.weight))
+        out = _wide_product(input, _local(self.weight))
         dist.all_reduce(out, group=self.tp_group)
+        out = out.to(input.dtype)
         return out if self.bias is None else out + self.bias
 
+
+def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T`` in fp32, of bf16 and fp16 too."""
+    if x.dtype.itemsize >= 4:
+        return F.linear(x, weight)
+    if x.is_cuda and _CUBLAS_WIDENS:
+        product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
+        return product.unflatten(0, x.shape[:-1])
+    return F.linear(x.float(), weight.float())
+
+
+_CUBLAS_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
+"""torch 2.8 and later can have fp32 out of a bf16 product, on CUDA."""
 
 _LINEAR = {"columns": _Columns, "vocabulary": _Columns, "rows": _Rows}
 
