@@ -25,7 +25,7 @@ MESHES = {
     2: [(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
     4: [(1, 2, 2, 1), (1, 1, 2, 2), (1, 2, 1, 2)],
 }
-CASES = [(1000, torch.float32), (60_000, torch.float32), (60_000, torch.bfloat16)]
+CASES = [(1000, torch.float32), (20_000, torch.float32), (20_000, torch.bfloat16)]
 """Activations are the peak, or the head is; rows of the vocabulary and dtype."""
 
 

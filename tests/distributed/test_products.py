@@ -78,8 +78,8 @@ def trained_llama():
     """After some steps on the documents."""
     torch.manual_seed(0)
     model = small_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for ids in documents(30)[9:] * 2:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for ids in documents(30)[9:] * 20:
         tokens = torch.tensor([ids])
         F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:]).backward()
         optimizer.step()
