@@ -156,7 +156,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             "command": environment.command(
                 sys.argv, self.ranks.world_size, self.ranks.local_world_size
             ),
-            "protocol": dataclasses.asdict(workload.protocol),
+            "protocol": workload.protocol.describe(),
             "performance": {
                 "tokens_per_s": num_scored / seconds["evaluate"],
                 "peak_memory_gib": peak_memory,

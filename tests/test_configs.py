@@ -35,7 +35,7 @@ def test_a_config_fits_the_schema_and_builds_its_model(name):
     model = build_on_meta(config.model, torch.float32, {})
     assert all(p.is_meta for p in model.parameters())
     assert config.output_dir == f"./out/{name.replace('/', '_')}"
-    assert config.protocol.max_seq_len <= model.max_seq_len or name == "auto_ppl_eval"
+    assert (config.protocol.max_seq_len or 1024) <= model.max_seq_len or name == "auto_ppl_eval"
 
 
 @pytest.mark.parametrize("name", NAMES)

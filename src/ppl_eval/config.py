@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppl_eval import components, launch, shipped
+from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
 from ppl_eval.model import auto
 
@@ -37,10 +38,11 @@ class ProtocolConfig:
     """Which windows are read and which tokens are scored: see docs/protocols.md."""
 
     name: str = "document"
-    max_seq_len: int = 1024
+    max_seq_len: int | None = None
     stride: int | None = None
     add_bos: Any = "auto"
     add_eos: bool = False
+    separator: str | None = None
 
 
 @dataclass
@@ -271,7 +273,7 @@ def _check_values(config: EvalConfig) -> None:
         if value is not None and value < least:
             raise UserError(f"{key} is {value}, but it is at least {least}")
 
-    one_of("protocol.name", config.protocol.name, ("document",))
+    one_of("protocol.name", config.protocol.name, tuple(RULES))
     one_of("dtype", config.dtype, ("fp32", "bf16", "fp16"))
     one_of("logits_dtype", config.logits_dtype, ("fp32", "model"))
     one_of("process_group.backend", config.process_group.backend, ("auto", "gloo", "nccl"))

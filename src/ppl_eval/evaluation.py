@@ -17,8 +17,9 @@ from ppl_eval.data.batch import collate
 from ppl_eval.data.documents import as_documents
 from ppl_eval.data.encode import EncodedCorpus, check_ids, encode_corpus
 from ppl_eval.data.plan import Plan, make_plan
-from ppl_eval.data.protocol import DocumentProtocol, Windows, document_protocol
+from ppl_eval.data.protocol import Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
@@ -35,7 +36,7 @@ class Workload:
     """All that is to be scored, known before any weight is read; the same on every rank."""
 
     corpus: EncodedCorpus
-    protocol: DocumentProtocol
+    protocol: Protocol
     windows: Windows
     plan: Plan
 
@@ -80,7 +81,7 @@ class Evaluation:
 def prepare(
     tokenizer: TextTokenizer,
     documents: Iterable[Any],
-    protocol: DocumentProtocol,
+    protocol: Protocol,
     *,
     max_tokens_per_batch: int = 8192,
     max_documents: int | None = None,
@@ -102,20 +103,31 @@ def prepare(
     Raises:
         UserError: a bad row, an empty corpus, or one in which no token has any context.
     """
-    rows = as_documents(documents, max_documents)
+    rows = protocol.joined(as_documents(documents, max_documents))
     if vocab_size is not None:
         check_ids([protocol.bos_id], vocab_size, "the tokenizer's BOS")
         check_ids([protocol.eos_id], vocab_size, "the tokenizer's EOS")
-    corpus = encode_corpus(rows, tokenizer, vocab_size=vocab_size, group=group)
+    corpus = encode_corpus(
+        rows,
+        tokenizer,
+        vocab_size=vocab_size,
+        count_words=protocol.rule.count_words,
+        group=group,
+    )
     windows = protocol.windows(corpus.num_tokens)
     if len(windows) == 0:
         raise UserError(
             f"0 scored tokens: the {len(rows)} documents have {corpus.num_tokens.sum()} tokens, but"
-            " none has a token before it in its window: give longer documents or add a BOS"
+            f" {_why_nothing(windows)}"
         )
-    has_bos = protocol.bos_id is not None
-    plan = make_plan(windows, has_bos=has_bos, max_tokens_per_batch=max_tokens_per_batch)
+    plan = make_plan(windows, max_tokens_per_batch=max_tokens_per_batch)
     return Workload(corpus, protocol, windows, plan)
+
+
+def _why_nothing(windows: Windows) -> str:
+    if windows.truncated.any():
+        return "none has enough for a window: take a smaller protocol.max_seq_len"
+    return "none has a token before it in its window: give longer documents or add a BOS"
 
 
 def run(
@@ -185,7 +197,9 @@ def run(
         model.train(was_training)
         reshard(model)
     ledger.assemble(loss_group)
-    return Evaluation(workload, ledger, summarise(workload.corpus, windows, ledger))
+    return Evaluation(
+        workload, ledger, summarise(workload.corpus, workload.protocol, windows, ledger)
+    )
 
 
 def _raise_if_not_finite(ledger: Ledger, workload: Workload) -> None:
@@ -208,10 +222,12 @@ def evaluate(
     tokenizer: TextTokenizer,
     documents: Iterable[Any],
     *,
-    max_seq_len: int = 1024,
+    protocol: str = "document",
+    max_seq_len: int | None = None,
     stride: int | None = None,
     add_bos: bool | str = "auto",
     add_eos: bool = False,
+    separator: str | None = None,
     max_tokens_per_batch: int = 8192,
     max_documents: int | None = None,
     fp32_logits: bool = True,
@@ -228,10 +244,12 @@ def evaluate(
             maps token ids [B, T] to logits [B, T, V] (or to an object with ``.logits``).
         tokenizer: the model's: ``encode(text, add_bos, add_eos)``, ``bos_id``, ``eos_id``.
         documents: texts, mappings with ``text`` (and ``id``, ``domain``), or a ``text_corpus``.
-        max_seq_len: tokens in a window, BOS included.
+        protocol: the rule that makes windows: see docs/protocols.md.
+        max_seq_len: tokens in a window, BOS included; None: the protocol's own, mostly 1,024.
         stride: text tokens by which windows advance; None: they do not overlap.
         add_bos: True, False, or ``auto``: as the tokenizer has it.
         add_eos: score an EOS after each document.
+        separator: between texts that the protocol joins; None: the protocol's own.
         max_tokens_per_batch: input positions of a batch at most, padding included.
         max_documents: take the first N documents.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
@@ -253,14 +271,20 @@ def evaluate(
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     group = group or world
-    check_window(model, max_seq_len)
-    protocol = document_protocol(
-        tokenizer, max_seq_len=max_seq_len, stride=stride, add_bos=add_bos, add_eos=add_eos
+    rule = make_protocol(
+        tokenizer,
+        protocol,
+        max_seq_len=max_seq_len,
+        stride=stride,
+        add_bos=add_bos,
+        add_eos=add_eos,
+        separator=separator,
     )
+    check_window(model, rule.max_seq_len)
     workload = prepare(
         tokenizer,
         documents,
-        protocol,
+        rule,
         max_tokens_per_batch=max_tokens_per_batch,
         max_documents=max_documents,
         vocab_size=vocab_size_of(model),

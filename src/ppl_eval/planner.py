@@ -13,6 +13,7 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
+from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
 from ppl_eval.model.agree import read_config_beside
 from ppl_eval.model.build import build_on_meta
@@ -240,7 +241,8 @@ def _row(one: Estimate) -> list[str]:
 
 def _positions(cfg: EvalConfig) -> int:
     """Most positions of a batch: a window that is longer than the budget is a batch of its own."""
-    return max(cfg.max_tokens_per_batch, cfg.protocol.max_seq_len)
+    window = cfg.protocol.max_seq_len or RULES[cfg.protocol.name].max_seq_len
+    return max(cfg.max_tokens_per_batch, window)
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ppl_eval import components, evaluation
 from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
-from ppl_eval.data.protocol import document_protocol
+from ppl_eval.data.protocol import make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.model.agree import check_against_config, config_of
 from ppl_eval.model.build import build_on_meta
@@ -69,15 +69,17 @@ def prepare(
     check_heads(model, cfg.parallel.tp, cfg.model["_component_"])
     source, convert, layout = open_checkpoint(checkpointer, config)
     checkpoint_dtype = check_names(model, source, convert, layout)
-    evaluation.check_window(model, cfg.protocol.max_seq_len)
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
-    protocol = document_protocol(
+    protocol = make_protocol(
         tokenizer,
+        cfg.protocol.name,
         max_seq_len=cfg.protocol.max_seq_len,
         stride=cfg.protocol.stride,
         add_bos=cfg.protocol.add_bos,
         add_eos=cfg.protocol.add_eos,
+        separator=cfg.protocol.separator,
     )
+    evaluation.check_window(model, protocol.max_seq_len)
     workload = evaluation.prepare(
         tokenizer,
         components.build(cfg.dataset, "dataset"),
@@ -132,9 +134,10 @@ def describe(args: Sequence[str], num_processes: int) -> str:
         " names and shapes match",
         "text": f"{len(corpus.documents):,} documents, {corpus.num_tokens.sum():,} tokens,"
         f" {corpus.num_words.sum():,} words, {corpus.num_bytes.sum():,} bytes",
-        "protocol": tables.describe_protocol(asdict(workload.protocol)),
+        "protocol": tables.describe_protocol(workload.protocol.describe()),
         "scored": f"{windows.num_scored.sum():,} tokens;"
-        f" {windows.no_context.sum():,} have no context",
+        f" {windows.no_context.sum():,} have no context, {windows.context_only.sum():,} are context"
+        f" only, {windows.truncated.sum():,} are truncated",
         "windows": f"{len(windows):,} in {len(plan.batches):,} batches of at most"
         f" {plan.num_positions.max():,} positions, {tables.padding(workload):.1%} padding",
         "mesh": f"{dims}, {num_processes} processes: {plan.num_steps(dims.batch_size):,} steps",

@@ -71,7 +71,13 @@ def test_results_and_table(tune, held_out):
     counts, metrics = content["counts"], content["metrics"]
     assert counts["documents"] == len(texts) == len(table)
     assert counts["scored_tokens"] == num_tokens == sum(row["scored_tokens"] for row in table)
-    assert counts["not_scored"] == {"no_context": 0, "truncated": 0, "masked": 0, "empty": 0}
+    assert counts["not_scored"] == {
+        "no_context": 0,
+        "context_only": 0,
+        "truncated": 0,
+        "masked": 0,
+        "empty": 0,
+    }
     nll = math.fsum(row["nll_nats_sum"] for row in table)
     assert metrics["nll_nats_sum"] == nll
     assert metrics["token_perplexity"] == math.exp(nll / num_tokens)

@@ -13,7 +13,7 @@ from helpers import chunks, oracle
 
 from ppl_eval import shipped
 from ppl_eval.data import hf_tokenizer
-from ppl_eval.data.protocol import DocumentProtocol
+from ppl_eval.data.protocol import Protocol
 
 STORIES = """
 output_dir: out
@@ -109,9 +109,7 @@ def test_counts_of_smollm2_on_wikitext2(real_model, real_corpus):
     tokenizer = hf_tokenizer(str(real_model("smollm2")))
     lines = real_corpus("en_wikitext2_raw_test.jsonl").read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
-    windows = DocumentProtocol(1024).windows(
-        np.asarray(list(map(len, tokenizer.encode_batch(texts))))
-    )
+    windows = Protocol(1024).windows(np.asarray(list(map(len, tokenizer.encode_batch(texts)))))
     assert windows.num_scored.sum() == 301_621
     assert windows.no_context.sum() == 327
 

@@ -265,9 +265,9 @@ def test_training_mode_and_gradients_are_as_before(bytes_model):
 
 def test_progress_counts_every_token(bytes_model):
     from ppl_eval import evaluation
-    from ppl_eval.data.protocol import document_protocol
+    from ppl_eval.data.protocol import make_protocol
 
-    protocol = document_protocol(ByteTokenizer(), max_seq_len=32)
+    protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
     work = evaluation.prepare(ByteTokenizer(), TEXTS, protocol, max_tokens_per_batch=64)
     seen: list[Progress] = []
     result = evaluation.run(bytes_model, work, device=torch.device("cpu"), on_step=seen.append)

@@ -5,15 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppl_eval.data.plan import make_plan
-from ppl_eval.data.protocol import DocumentProtocol
+from ppl_eval.data.protocol import Protocol
 
 lengths = st.lists(st.integers(0, 120), min_size=1, max_size=40)
 
 
 def plan_of(lengths, max_tokens_per_batch, bos_id=1):
-    windows = DocumentProtocol(33, None, bos_id).windows(np.asarray(lengths))
-    has_bos = bos_id is not None
-    plan = make_plan(windows, has_bos=has_bos, max_tokens_per_batch=max_tokens_per_batch)
+    windows = Protocol(33, None, bos_id).windows(np.asarray(lengths))
+    plan = make_plan(windows, max_tokens_per_batch=max_tokens_per_batch)
     return windows, plan
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppl_eval import UserError
-from ppl_eval.data.protocol import DocumentProtocol, document_protocol
+from ppl_eval.data.protocol import Protocol, make_protocol
 
 BOS, EOS = 1, 2
 
@@ -42,7 +42,7 @@ def protocols():
         bos_id, eos_id = BOS if bos else None, EOS if eos else None
         text = max_seq_len - bos
         stride = None if stride_share is None else max(1, min(text, round(text * stride_share)))
-        return DocumentProtocol(max_seq_len, stride, bos_id, eos_id)
+        return Protocol(max_seq_len, stride, bos_id, eos_id)
 
     share = st.one_of(st.none(), st.floats(0, 1))
     return st.builds(build, st.integers(2, 20), st.booleans(), st.booleans(), share)
@@ -97,13 +97,13 @@ def test_every_token_is_scored_once_or_counted(lengths, protocol):
     ],
 )
 def test_counts_of_windows_of_64(length, bos_id, scored, no_context):
-    windows = DocumentProtocol(64, None, bos_id).windows(np.asarray([length]))
+    windows = Protocol(64, None, bos_id).windows(np.asarray([length]))
     assert windows.num_scored.sum() == scored
     assert windows.no_context.sum() == no_context
 
 
 def test_full_overlap_gives_every_token_the_longest_context():
-    windows = DocumentProtocol(8, 1).windows(np.asarray([20]))
+    windows = Protocol(8, 1).windows(np.asarray([20]))
     assert windows.num_scored.sum() == 19
     assert windows.num_skipped[1:].tolist() == [7] * 12
 
@@ -111,19 +111,19 @@ def test_full_overlap_gives_every_token_the_longest_context():
 @pytest.mark.parametrize("stride", [0, -1, 65])
 def test_stride_out_of_range_is_refused(stride):
     with pytest.raises(UserError, match=f"stride is {stride}, but it is between 1 and 64"):
-        DocumentProtocol(64, stride)
+        Protocol(64, stride)
     with pytest.raises(UserError, match="between 1 and 63"):
-        DocumentProtocol(64, 64, bos_id=BOS)
+        Protocol(64, 64, bos_id=BOS)
 
 
 @pytest.mark.parametrize("stride", [1, 64])
 def test_stride_in_range_is_taken(stride):
-    assert DocumentProtocol(64, stride).advance == stride
+    assert Protocol(64, stride).advance == stride
 
 
 def test_a_window_of_one_token_is_refused():
     with pytest.raises(UserError, match="max_seq_len is 1"):
-        DocumentProtocol(1)
+        Protocol(1)
 
 
 class _Tokenizer:
@@ -138,7 +138,7 @@ class _Tokenizer:
 
 def test_bos_is_what_the_tokenizer_wants_unless_told():
     def bos(tokenizer, add_bos):
-        return document_protocol(tokenizer, max_seq_len=8, add_bos=add_bos).bos_id
+        return make_protocol(tokenizer, max_seq_len=8, add_bos=add_bos).bos_id
 
     assert bos(_Tokenizer(1, adds_bos=True), "auto") == 1
     assert bos(_Tokenizer(1, adds_bos=False), "auto") is None
@@ -151,4 +151,4 @@ def test_bos_is_what_the_tokenizer_wants_unless_told():
     with pytest.raises(UserError, match="'yes', but it is auto, true or false"):
         bos(_Tokenizer(1), "yes")
     with pytest.raises(UserError, match="no EOS"):
-        document_protocol(_Tokenizer(1), max_seq_len=8, add_eos=True)
+        make_protocol(_Tokenizer(1), max_seq_len=8, add_eos=True)

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from ppl_eval.data.encode import EncodedCorpus
-from ppl_eval.data.protocol import DocumentProtocol, Windows
+from ppl_eval.data.protocol import Protocol
+from ppl_eval.data.windows import Windows
 from ppl_eval.parallel.context import ContextSplit
 
 
@@ -54,7 +55,7 @@ class Batch:
 
 
 def collate(
-    numbers: np.ndarray | None, windows: Windows, corpus: EncodedCorpus, protocol: DocumentProtocol
+    numbers: np.ndarray | None, windows: Windows, corpus: EncodedCorpus, protocol: Protocol
 ) -> Batch:
     """Tensors of the windows ``numbers``, or of the smallest batch that counts nothing.
 
@@ -62,25 +63,23 @@ def collate(
         numbers: window numbers (int64 [B]); None gives one row of one position with nothing scored.
         windows: of the whole corpus.
         corpus: gives the ids.
-        protocol: gives BOS and EOS.
+        protocol: gives the tokens of a document and what comes before a window.
     """
     if numbers is None:
         nothing = torch.zeros((1, 1), dtype=torch.int64)
         rows = torch.empty(0, dtype=torch.int64)
         return Batch(rows, nothing, nothing, torch.zeros((1, 1), dtype=torch.bool))
-    lead = [] if protocol.bos_id is None else [protocol.bos_id]
-    eos = [] if protocol.eos_id is None else [protocol.eos_id]
-    width = int(windows.num_tokens[numbers].max()) + len(lead) - 1
+    width = int(windows.num_inputs[numbers].max())
     inputs = np.zeros((len(numbers), width), dtype=np.int64)
     targets = np.zeros_like(inputs)
     scored = np.zeros(inputs.shape, dtype=bool)
-    ids = corpus.fetch(windows.document[numbers].tolist())
+    texts = corpus.fetch(windows.document[numbers].tolist())
     for row, number in enumerate(numbers):
-        document, start = int(windows.document[number]), int(windows.start[number])
+        start = int(windows.start[number])
         stop = start + int(windows.num_tokens[number])
-        text = ids[document][start:stop]
-        tail = eos if stop > len(ids[document]) else []
-        tokens = np.asarray([*lead, *text, *tail], dtype=np.int64)
+        lead = [protocol.bos_id] if windows.has_lead[number] else []
+        read = protocol.read(texts[int(windows.document[number])], start, stop)
+        tokens = np.concatenate([np.asarray(lead, dtype=np.int64), read])
         length = len(tokens) - 1
         inputs[row, :length] = tokens[:-1]
         targets[row, :length] = tokens[1:]

@@ -7,7 +7,7 @@ again what it has to score and did not count.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,7 @@ class EncodedCorpus:
         documents: the texts.
         num_tokens: text tokens by document, without BOS and EOS (int64 [documents]).
         num_bytes: UTF-8 bytes by document (int64 [documents]).
-        num_words: ``len(text.split())`` by document (int64 [documents]).
+        num_words: words by document, as the protocol counts them (int64 [documents]).
         fingerprint: hash of the texts in their order.
     """
 
@@ -78,7 +78,7 @@ class EncodedCorpus:
         return found
 
     def _forget_oldest(self) -> None:
-        while self._may_forget and self._num_kept > _KEPT_TOKENS:
+        while self._may_forget and self._num_kept > _KEPT_TOKENS and len(self._ids) > 1:
             _, ids = self._ids.popitem(last=False)
             self._num_kept -= len(ids)
 
@@ -88,6 +88,7 @@ def encode_corpus(
     tokenizer: TextTokenizer,
     *,
     vocab_size: int | None = None,
+    count_words: Callable[[str], int] = lambda text: len(text.split()),
     group: dist.ProcessGroup | None = None,
 ) -> EncodedCorpus:
     """Tokenise this rank's share and add up the counts over ``group``.
@@ -96,6 +97,7 @@ def encode_corpus(
         documents: the same on every rank.
         tokenizer: the same on every rank.
         vocab_size: rows of the model's embedding; an id outside is an error.
+        count_words: of a text.
         group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
             counts everything.
 
@@ -116,7 +118,7 @@ def encode_corpus(
             counts[:, number] = (
                 len(token_ids),
                 len(raw),
-                len(text.split()),
+                count_words(text),
                 np.frombuffer(digest, dtype=np.int64)[0],
             )
             ids[number] = token_ids

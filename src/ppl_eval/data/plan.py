@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppl_eval import fingerprint
-from ppl_eval.data.protocol import Windows
+from ppl_eval.data.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,15 @@ class Plan:
         return self.batches[index] if index < len(self.batches) else None
 
 
-def make_plan(windows: Windows, *, has_bos: bool, max_tokens_per_batch: int) -> Plan:
+def make_plan(windows: Windows, *, max_tokens_per_batch: int) -> Plan:
     """Sort the windows by length and cut them into batches.
 
     Args:
         windows: of the whole corpus.
-        has_bos: whether each begins with a BOS.
         max_tokens_per_batch: input positions of a batch at most, padding included. A window that
             is longer is a batch of its own.
     """
-    # the last token of a window is only a target: nothing is predicted from it
-    num_inputs = windows.num_tokens + has_bos - 1
+    num_inputs = windows.num_inputs
     order = np.argsort(-num_inputs, kind="stable")
     batches, positions = [], []
     begin = 0

@@ -1,62 +1,113 @@
-"""Protocols: the named rules that turn documents into windows.
+"""Protocols: the named rules that say what is read and which tokens are scored.
 
-A window is what one forward row reads. Every text token is scored by exactly one window, or counted
-under a reason why not.
+Every token of a text is scored by exactly one window, or counted under a reason why not. The rules
+are in :mod:`ppl_eval.data.windows`; docs/protocols.md defines each in words.
 """
 
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from ppl_eval import components, fingerprint
+from ppl_eval.data import windows
+from ppl_eval.data.documents import Document
 from ppl_eval.data.tokenizer import TextTokenizer, wants_bos
+from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Windows of a corpus, in document order; those that score nothing are left out.
-
-    All arrays are int64 [windows]. "Token" below is one of a document: its text and, if EOS is
-    added, that; a BOS comes before them in every window and is never scored.
+class Rule:
+    """What is particular to a protocol.
 
     Attributes:
-        document: number of the document.
-        start: first token of the document that the window reads.
-        num_tokens: how many tokens it reads, BOS not counted.
-        num_skipped: how many of these, from the first on, it does not score.
-        no_context: tokens by document (int64 [documents]) that have nothing before them in their
-            window and therefore are never scored.
+        windows: from tokens by document and the protocol to windows.
+        max_seq_len: where the config says null.
+        separator: joins all texts into one stream, where the config says null; None keeps documents
+            apart.
+        strides: whether ``stride`` means something.
+        opens_with_bos: a wanted BOS is a token of the document, scored once, not a lead of windows.
+        count_words: of a text.
+        quirks: what a reader has to know of the number, in sentences.
     """
 
-    document: np.ndarray
-    start: np.ndarray
-    num_tokens: np.ndarray
-    num_skipped: np.ndarray
-    no_context: np.ndarray
+    windows: Callable[[np.ndarray, "Protocol"], Windows]
+    max_seq_len: int = 1024
+    separator: str | None = None
+    strides: bool = False
+    opens_with_bos: bool = False
+    count_words: Callable[[str], int] = lambda text: len(text.split())
+    quirks: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.document)
 
-    @property
-    def num_scored(self) -> np.ndarray:
-        """Tokens that each window scores (int64 [windows])."""
-        return self.num_tokens - self.num_skipped
+def _sliding(length: np.ndarray, protocol: "Protocol") -> Windows:
+    return windows.sliding(
+        length, protocol.window_tokens, protocol.advance, lead=protocol.bos_id is not None
+    )
+
+
+RULES = {
+    "document": Rule(_sliding, strides=True),
+    "concat": Rule(_sliding, separator="\n\n"),
+    "hf_stride": Rule(
+        _sliding,
+        separator="\n\n",
+        strides=True,
+        quirks=(
+            "the loop in transformers' documentation weighs a window that overlaps the one before"
+            " by one token less than it scores: metrics.hf_perplexity is its value",
+        ),
+    ),
+    "lm_eval_rolling": Rule(
+        lambda length, protocol: windows.rolling(length, protocol.max_seq_len),
+        opens_with_bos=True,
+        count_words=lambda text: len(re.split(r"\s+", text)),
+        quirks=(
+            "the first window of a document follows a prefix token (BOS, else EOS), and a BOS that"
+            " the tokenizer adds is scored after it",
+            "later windows begin with one token of context",
+            "words are counted by re.split, which sees one in an empty text",
+        ),
+    ),
+    "llama_cpp": Rule(
+        lambda length, protocol: windows.second_halves(
+            length, protocol.max_seq_len, lead=protocol.bos_id is not None
+        ),
+        max_seq_len=512,
+        separator="\n",
+        quirks=(
+            "only the second half of each window is scored",
+            "the tail that fills no window is dropped; a BOS replaces the first token of a window",
+        ),
+    ),
+    "gptq": Rule(
+        lambda length, protocol: windows.blocks(
+            length, protocol.window_tokens, lead=protocol.bos_id is not None
+        ),
+        max_seq_len=2048,
+        separator="\n\n",
+        quirks=("the tail that fills no block is dropped",),
+    ),
+}
 
 
 @dataclass(frozen=True)
-class DocumentProtocol:
-    """``document``: windows of one document each, the next one ``stride`` tokens further.
-
-    A window holds at most ``max_seq_len`` tokens of one document, BOS included. It scores the
-    tokens that no earlier window scored and that have at least one token before them in the window.
+class Protocol:
+    """A rule with its parameters and the special tokens of a tokenizer.
 
     Args:
-        max_seq_len: tokens in a window, BOS included; at least 2.
-        stride: text tokens by which windows advance, 1 to the window's text tokens; None: all of
-            them, so that windows do not overlap.
-        bos_id: id of the BOS that opens every window, or None for none.
+        name: one of :data:`RULES`.
+        max_seq_len: tokens in a window, a BOS before it included; at least 2.
+        stride: tokens by which windows advance, 1 to the window's tokens; None: all of them, so
+            that windows do not overlap.
+        bos_id: id of the token before every window (``lm_eval_rolling``: before the first window of
+            a document), or None for none. It is never scored.
         eos_id: id of the EOS that ends every document, or None for none. It is scored.
+        opening_id: id of the BOS that is a document's first token and scored, or None for none.
+        separator: joins all texts into one; None keeps documents apart.
 
     Raises:
         UserError: a window or a stride out of range.
@@ -66,13 +117,21 @@ class DocumentProtocol:
     stride: int | None = None
     bos_id: int | None = None
     eos_id: int | None = None
-    name: str = field(default="document", init=False)
+    name: str = "document"
+    opening_id: int | None = None
+    separator: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_seq_len < 2:
             raise UserError(
                 f"protocol.max_seq_len is {self.max_seq_len}, but a window of fewer than 2 tokens"
                 " scores nothing"
+            )
+        if self.stride is not None and not self.rule.strides:
+            names = " and ".join(name for name, rule in RULES.items() if rule.strides)
+            raise UserError(
+                f"protocol.stride is {self.stride}, but {self.name} has none: set it to null"
+                f" ({names} have one)"
             )
         if self.stride is not None and not 1 <= self.stride <= self.window_tokens:
             bos = " (max_seq_len without its BOS)" if self.bos_id is not None else ""
@@ -82,8 +141,13 @@ class DocumentProtocol:
             )
 
     @property
+    def rule(self) -> Rule:
+        """What is particular to this protocol."""
+        return RULES[self.name]
+
+    @property
     def window_tokens(self) -> int:
-        """Tokens of a document that fit into one window."""
+        """Tokens that fit into a window beside a BOS."""
         return self.max_seq_len - (self.bos_id is not None)
 
     @property
@@ -96,32 +160,34 @@ class DocumentProtocol:
 
         Args:
             num_text_tokens: text tokens by document (int64 [documents]). A document without any has
-                no windows, EOS or not.
+                no windows, EOS or not, unless it has an opening BOS that is scored.
         """
-        has_eos = int(self.eos_id is not None)
-        length = np.where(num_text_tokens > 0, num_text_tokens + has_eos, 0)
-        beyond_first = np.maximum(length - self.window_tokens, 0)
-        num_windows = np.where(length > 0, 1 + -(-beyond_first // self.advance), 0)
-        document = np.repeat(np.arange(len(length)), num_windows)
-        nth = np.arange(len(document)) - np.repeat(
-            np.cumsum(num_windows) - num_windows, num_windows
-        )
-        start = nth * self.advance
-        end = np.minimum(start + self.window_tokens, length[document])
-        scored_before = np.where(nth > 0, start - self.advance + self.window_tokens, 0)
-        num_skipped = scored_before - start
-        num_skipped = np.where(nth > 0, num_skipped, 0)
-        bare = (num_skipped == 0) & (self.bos_id is None)
-        no_context = np.bincount(document[bare], minlength=len(length))
-        num_skipped = num_skipped + bare
-        kept = end - start > num_skipped
-        return Windows(
-            document=document[kept],
-            start=start[kept],
-            num_tokens=(end - start)[kept],
-            num_skipped=num_skipped[kept],
-            no_context=no_context.astype(np.int64),
-        )
+        return self.rule.windows(self.num_tokens(num_text_tokens), self)
+
+    def num_tokens(self, num_text_tokens: np.ndarray) -> np.ndarray:
+        """Tokens by document, with those that the protocol adds to be scored."""
+        opening = int(self.opening_id is not None)
+        closing = int(self.eos_id is not None)
+        return np.where(num_text_tokens + opening > 0, num_text_tokens + opening + closing, 0)
+
+    def read(self, text: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of a document (int64), from the ids of its text."""
+        before = int(self.opening_id is not None)
+        opening = [self.opening_id][start:stop] if before else []
+        piece = text[max(start - before, 0) : max(stop - before, 0)]
+        closing = [self.eos_id] if stop - start > len(opening) + len(piece) else []
+        parts = (np.asarray(part, dtype=np.int64) for part in (opening, piece, closing))
+        return np.concatenate([*parts])
+
+    def joined(self, documents: Sequence[Document]) -> Sequence[Document]:
+        """The documents, or all of them as one."""
+        if self.separator is None:
+            return documents
+        return [Document(self.separator.join(document.text for document in documents))]
+
+    def describe(self) -> dict[str, Any]:
+        """The ``protocol`` of results.json."""
+        return {**asdict(self), "quirks": list(self.rule.quirks)}
 
     @property
     def fingerprint(self) -> str:
@@ -129,37 +195,61 @@ class DocumentProtocol:
         return fingerprint.of(asdict(self))
 
 
-def document_protocol(
+def make_protocol(
     tokenizer: TextTokenizer,
+    name: str = "document",
     *,
-    max_seq_len: int,
+    max_seq_len: int | None = None,
     stride: int | None = None,
     add_bos: bool | str = "auto",
     add_eos: bool = False,
-) -> DocumentProtocol:
-    """The ``document`` protocol with this tokenizer's BOS and EOS.
+    separator: str | None = None,
+) -> Protocol:
+    """A protocol with this tokenizer's BOS and EOS.
 
     Args:
         tokenizer: decides about BOS when ``add_bos`` is ``auto``.
-        max_seq_len: tokens in a window, BOS included.
-        stride: see :class:`DocumentProtocol`.
+        name: one of :data:`RULES`.
+        max_seq_len: tokens in a window, BOS included; None: the protocol's own.
+        stride: see :class:`Protocol`; ``hf_stride`` takes half a window for None.
         add_bos: True, False, or ``auto``: as the tokenizer has it.
         add_eos: score an EOS after each document.
+        separator: between texts that are joined; None: the protocol's own.
 
     Raises:
-        UserError: BOS or EOS is asked of a tokenizer without one; stride or window out of range.
+        UserError: no such protocol; BOS or EOS is asked of a tokenizer without one; stride or
+            window out of range; a separator for documents that are not joined.
     """
     components.need(tokenizer, "tokenizer", "encode", "bos_id", "eos_id")
+    if name not in RULES:
+        raise UserError(f"protocol.name is {name!r}, but it is one of {', '.join(RULES)}")
+    rule = RULES[name]
     if add_bos not in (True, False, "auto"):
         raise UserError(f"protocol.add_bos is {add_bos!r}, but it is auto, true or false")
     if add_bos is True and tokenizer.bos_id is None:
         raise UserError("protocol.add_bos is true, but the tokenizer has no BOS: set it to auto")
     if add_eos and tokenizer.eos_id is None:
         raise UserError("protocol.add_eos is true, but the tokenizer has no EOS: set it to false")
-    bos = wants_bos(tokenizer) if add_bos == "auto" else add_bos
-    return DocumentProtocol(
+    if separator is not None and rule.separator is None:
+        raise UserError(
+            f"protocol.separator is {separator!r}, but {name} keeps documents apart: set it to null"
+        )
+    bos_id = tokenizer.bos_id if (wants_bos(tokenizer) if add_bos == "auto" else add_bos) else None
+    opening_id = None
+    if rule.opens_with_bos:
+        opening_id, bos_id = bos_id, tokenizer.bos_id
+        bos_id = tokenizer.eos_id if bos_id is None else bos_id
+        if bos_id is None:
+            raise UserError(f"{name} needs a prefix token, but the tokenizer has no BOS and no EOS")
+    max_seq_len = rule.max_seq_len if max_seq_len is None else max_seq_len
+    if name == "hf_stride" and stride is None:
+        stride = max(1, max_seq_len // 2)
+    return Protocol(
         max_seq_len=max_seq_len,
         stride=stride,
-        bos_id=tokenizer.bos_id if bos else None,
+        bos_id=bos_id,
         eos_id=tokenizer.eos_id if add_eos else None,
+        name=name,
+        opening_id=opening_id,
+        separator=rule.separator if separator is None else separator,
     )

@@ -12,7 +12,8 @@ import numpy as np
 
 from ppl_eval.data.documents import labels
 from ppl_eval.data.encode import EncodedCorpus
-from ppl_eval.data.protocol import Windows
+from ppl_eval.data.protocol import Protocol
+from ppl_eval.data.windows import Windows
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import exp_or_inf
 
@@ -27,6 +28,8 @@ class DocumentTable:
         labels: (the row's own id or None, domain or None).
         num_scored: scored tokens (int64).
         no_context: tokens that had nothing before them in their window (int64).
+        context_only: tokens that were read and not scored for another reason (int64).
+        truncated: tokens that no window read (int64).
         nll_nats_sum: sum of the NLL of the scored tokens (float64).
         num_tokens: text tokens (int64).
         num_bytes: UTF-8 bytes of the text (int64).
@@ -36,6 +39,8 @@ class DocumentTable:
     labels: list[tuple[str | int | None, str | None]]
     num_scored: np.ndarray
     no_context: np.ndarray
+    context_only: np.ndarray
+    truncated: np.ndarray
     nll_nats_sum: np.ndarray
     num_tokens: np.ndarray
     num_bytes: np.ndarray
@@ -66,6 +71,8 @@ class Totals:
         num_tokens: tokens of the texts.
         num_scored: scored tokens (an added EOS is one).
         no_context: tokens never scored because nothing came before them in their window.
+        context_only: tokens that the protocol reads and never scores.
+        truncated: tokens that the protocol does not read.
         num_bytes: UTF-8 bytes of the texts, unscored tokens included.
         num_words: ``len(text.split())`` of the texts.
         nll_nats_sum: sum of the NLL of the scored tokens, added up without rounding.
@@ -78,6 +85,8 @@ class Totals:
     num_tokens: int
     num_scored: int
     no_context: int
+    context_only: int
+    truncated: int
     num_bytes: int
     num_words: int
     nll_nats_sum: float
@@ -96,17 +105,22 @@ class Totals:
     @property
     def word_perplexity(self) -> float:
         """exp(NLL sum / words)."""
-        return exp_or_inf(_ratio(self.nll_nats_sum, self.num_words))
+        return exp_or_inf(_ratio(self.nll_nats_sum, self.num_words if self.is_whole else 0))
 
     @property
     def byte_perplexity(self) -> float:
         """exp(NLL sum / UTF-8 bytes)."""
-        return exp_or_inf(_ratio(self.nll_nats_sum, self.num_bytes))
+        return exp_or_inf(_ratio(self.nll_nats_sum, self.num_bytes if self.is_whole else 0))
 
     @property
     def bits_per_byte(self) -> float:
         """NLL sum in bits / UTF-8 bytes."""
-        return _ratio(self.nll_nats_sum, self.num_bytes) / math.log(2)
+        return _ratio(self.nll_nats_sum, self.num_bytes if self.is_whole else 0) / math.log(2)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all text was measured that could be: else no loss by word or byte is known."""
+        return self.context_only == 0 and self.truncated == 0
 
     def counts(self) -> dict[str, Any]:
         """The ``counts`` of results.json."""
@@ -117,7 +131,8 @@ class Totals:
             "scored_tokens": self.num_scored,
             "not_scored": {
                 "no_context": self.no_context,
-                "truncated": 0,
+                "context_only": self.context_only,
+                "truncated": self.truncated,
                 "masked": 0,
                 "empty": self.num_empty,
             },
@@ -149,14 +164,25 @@ def _ratio(numerator: float, count: int) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of the whole and by domain, and the table by document."""
+    """Totals of the whole and by domain, and the table by document.
+
+    Attributes:
+        total: of all documents.
+        domains: of those of each domain.
+        documents: the table.
+        hf_perplexity: what the loop in transformers' documentation gives for these windows
+            (``hf_stride`` only).
+    """
 
     total: Totals
     domains: dict[str, Totals]
     documents: DocumentTable
+    hf_perplexity: float | None = None
 
 
-def summarise(corpus: EncodedCorpus, windows: Windows, ledger: Ledger) -> Summary:
+def summarise(
+    corpus: EncodedCorpus, protocol: Protocol, windows: Windows, ledger: Ledger
+) -> Summary:
     """Derive everything that is reported from an assembled ledger.
 
     Window sums are added up in window order within a document, and without rounding over
@@ -167,6 +193,8 @@ def summarise(corpus: EncodedCorpus, windows: Windows, ledger: Ledger) -> Summar
         labels=labels(corpus.documents),
         num_scored=_by_document(windows, ledger.num_scored.cpu().numpy(), num_documents),
         no_context=windows.no_context,
+        context_only=windows.context_only,
+        truncated=windows.truncated,
         nll_nats_sum=_by_document(windows, ledger.nll_nats_sum.cpu().numpy(), num_documents),
         num_tokens=corpus.num_tokens,
         num_bytes=corpus.num_bytes,
@@ -181,7 +209,24 @@ def summarise(corpus: EncodedCorpus, windows: Windows, ledger: Ledger) -> Summar
         total=_total(table, everything),
         domains={name: _total(table, np.asarray(by_domain[name])) for name in sorted(by_domain)},
         documents=table,
+        hf_perplexity=(
+            _hf_perplexity(protocol, windows, ledger) if protocol.name == "hf_stride" else None
+        ),
     )
+
+
+def _hf_perplexity(protocol: Protocol, windows: Windows, ledger: Ledger) -> float:
+    """Mean loss of each window, weighted by one token less than it scores if it overlaps another.
+
+    transformers shifts labels inside the model, which costs a window the label of its first
+    position; the loop in its documentation takes off one for every window, also where that
+    position was context.
+    """
+    scored = ledger.num_scored.cpu().numpy()
+    overlaps = (windows.start > 0) & (protocol.advance < protocol.window_tokens)
+    weights = scored - overlaps
+    means = ledger.nll_nats_sum.cpu().numpy() / scored
+    return exp_or_inf(_ratio(math.fsum(means * weights), int(weights.sum())))
 
 
 def _by_document(windows: Windows, values: np.ndarray, num_documents: int) -> np.ndarray:
@@ -201,6 +246,8 @@ def _total(table: DocumentTable, chosen: np.ndarray) -> Totals:
         num_tokens=int(table.num_tokens[chosen].sum()),
         num_scored=int(num_scored.sum()),
         no_context=int(table.no_context[chosen].sum()),
+        context_only=int(table.context_only[chosen].sum()),
+        truncated=int(table.truncated[chosen].sum()),
         num_bytes=int(table.num_bytes[chosen].sum()),
         num_words=int(table.num_words[chosen].sum()),
         nll_nats_sum=math.fsum(nll),
@@ -220,12 +267,19 @@ def results(summary: Summary, **more: Any) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         **more,
         "counts": summary.total.counts(),
-        "metrics": summary.total.metrics(),
+        "metrics": {**summary.total.metrics(), **_of_peers(summary)},
         "domains": {
             name: {"counts": part.counts(), "metrics": part.metrics()}
             for name, part in summary.domains.items()
         },
     }
+
+
+def _of_peers(summary: Summary) -> dict[str, float | None]:
+    value = summary.hf_perplexity
+    if value is None:
+        return {}
+    return {"hf_perplexity": value if math.isfinite(value) else None}
 
 
 def write_results(folder: Path, content: dict[str, Any], documents: DocumentTable) -> None:

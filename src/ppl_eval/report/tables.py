@@ -85,8 +85,9 @@ def describe_run(content: Mapping[str, Any]) -> str:
         (
             "scored",
             f"{counts['scored_tokens']:,} tokens of {counts['documents']:,} documents; not scored:"
-            f" {skipped['no_context']:,} tokens without context, {skipped['truncated']:,}"
-            f" truncated, {skipped['masked']:,} masked, {skipped['empty']:,} empty documents",
+            f" {skipped['no_context']:,} tokens without context, {skipped['context_only']:,} as"
+            f" context only, {skipped['truncated']:,} truncated, {skipped['masked']:,} masked,"
+            f" {skipped['empty']:,} empty documents",
         ),
         (
             "mesh",
@@ -117,8 +118,7 @@ def describe_workload(workload: Any, mesh: str, num_ranks: int) -> str:
 
 def padding(workload: Any) -> float:
     """Share of the input positions that hold no token."""
-    num_inputs = workload.windows.num_tokens - 1 + (workload.protocol.bos_id is not None)
-    return float(1 - num_inputs.sum() / workload.plan.num_positions.sum())
+    return float(1 - workload.windows.num_inputs.sum() / workload.plan.num_positions.sum())
 
 
 def _some_of(files: Any) -> str:
@@ -132,6 +132,10 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
     stride = protocol["stride"]
     overlap = "no overlap" if stride is None else f"stride {stride:,}"
     bos = "no BOS" if protocol["bos_id"] is None else "BOS first"
+    if protocol["name"] == "lm_eval_rolling":
+        bos = "prefix token" if protocol["opening_id"] is None else "prefix token, BOS scored"
     eos = "no EOS" if protocol["eos_id"] is None else "EOS scored"
     window = f"windows of {protocol['max_seq_len']:,} tokens"
-    return f"{protocol['name']}: {window}, {overlap}, {bos}, {eos}"
+    joined = protocol["separator"]
+    joined = "" if joined is None else f", texts joined by {joined!r}"
+    return f"{protocol['name']}: {window}, {overlap}, {bos}, {eos}{joined}"
