@@ -9,6 +9,7 @@ runs it, with the same configs.
 # ppl_eval comes before torchtune: it keeps a notice of torchao's off the terminal
 from ppl_eval import components, evaluation, launch, preflight
 from ppl_eval.config import EvalConfig, parse
+from ppl_eval.errors import LimitExceeded
 from ppl_eval.model.load import load
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
@@ -18,7 +19,7 @@ from ppl_eval.parallel.tensor import split_decoder
 from ppl_eval.report import environment, tables
 from ppl_eval.report.output import make_output_dir
 from ppl_eval.report.progress import ProgressBar, Timer
-from ppl_eval.report.results import results, write_results
+from ppl_eval.report.results import over_limits, results, write_results
 
 import dataclasses
 import logging
@@ -130,10 +131,21 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         if bar is not None:
             bar.close()
             self.report(result, peak if cfg.log_peak_memory_stats else None)
+        if cfg.fail_if:
+            problem = over_limits(results(result.summary), cfg.fail_if)
+            process_group.wait_for_all()  # rank 0 has written
+            if problem:
+                raise LimitExceeded(problem)
 
     def report(self, result: evaluation.Evaluation, peak_memory: float | None) -> None:
         """On rank 0: results.json, documents.jsonl, the metric logger, and the table."""
-        content = results(result.summary, **self.describe(peak_memory))
+        bootstrap = self.cfg.bootstrap
+        content = results(
+            result.summary,
+            resamples=bootstrap.resamples,
+            seed=bootstrap.seed,
+            **self.describe(peak_memory),
+        )
         write_results(self.output_dir, content, result.summary.documents)
         metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
         self.metric_logger.log_dict(

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ppl_eval import components, launch, shipped
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
+from ppl_eval.metrics.names import METRICS
 from ppl_eval.model import auto
 
 _DEFAULT_LOGGER = {
@@ -65,6 +66,14 @@ class ProcessGroupConfig:
 
 
 @dataclass
+class BootstrapConfig:
+    """Resampled documents behind ``intervals_95_bootstrap``; 0 for none."""
+
+    resamples: int = 1000
+    seed: int = 1234
+
+
+@dataclass
 class EvalConfig:
     """Everything that a config file of the recipe may say."""
 
@@ -77,6 +86,8 @@ class EvalConfig:
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     max_tokens_per_batch: int = 8192
     max_documents: int | None = None
+    bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
+    fail_if: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     process_group: ProcessGroupConfig = field(default_factory=ProcessGroupConfig)
     device: str | None = None
@@ -283,12 +294,32 @@ def _check_values(config: EvalConfig) -> None:
     at_least("max_documents", config.max_documents, 1)
     at_least("log_every_n_steps", config.log_every_n_steps, 1)
     at_least("seed", config.seed, 0)
+    at_least("bootstrap.resamples", config.bootstrap.resamples, 0)
+    at_least("bootstrap.seed", config.bootstrap.seed, 0)
+    config.fail_if = dict(_limits(config.fail_if, "fail_if"))
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
     _check_finite(dataclasses.asdict(config), "")
     for key in COMPONENTS:
         if not getattr(config, key).get("_component_"):
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
+
+
+def _limits(node: dict[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Dotted keys and limits of ``fail_if``, written flat or nested."""
+    for key, value in node.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _limits(value, where, f"{dotted}.")
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{where}.{dotted} is {value!r}, but it is a number: the most allowed")
+        if dotted.startswith("metrics.") and dotted.removeprefix("metrics.") not in METRICS:
+            names = ", ".join(f"metrics.{name}" for name in METRICS)
+            raise UserError(
+                f"{where} has {dotted}, but it is one of {names}, or domains.NAME. and one"
+            )
+        yield dotted, float(value)
 
 
 def _complete_from_folder(config: EvalConfig) -> None:

@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this."""
+"""What ends a run in one sentence."""
 
 
 class UserError(ValueError):
@@ -8,3 +8,11 @@ class UserError(ValueError):
     processes). :mod:`ppl_eval.launch` shows its message once, without a traceback. Every other
     exception is a defect of ours or of the machine, and is shown with its traceback.
     """
+
+    exit_code = 1
+
+
+class LimitExceeded(UserError):
+    """A metric is above what ``fail_if`` allows. The results are written, and the run fails."""
+
+    exit_code = 3

@@ -66,9 +66,9 @@ def guarded(main: Callable[[], None], *, alone: bool = False) -> None:
         alone: this process has no peers, whatever the environment says.
 
     Raises:
-        SystemExit: with code 1 after an error and 130 after Ctrl-C, when this is the only process.
-            With several, the process ends without running destructors, which could wait for peers
-            that are gone.
+        SystemExit: with code 1 after an error, 3 above a limit of ``fail_if``, and 130 after
+            Ctrl-C, when this is the only process. With several, the process ends without running
+            destructors, which could wait for peers that are gone.
     """
     alone = alone or Ranks.from_env().world_size == 1
     store = None
@@ -81,7 +81,7 @@ def guarded(main: Callable[[], None], *, alone: bool = False) -> None:
     except UserError as error:
         debug = logger.isEnabledFor(logging.DEBUG)
         _report(store, traceback.format_exc() if debug else f"ppl_eval: error: {error}")
-        _leave(1, alone)
+        _leave(error.exit_code, alone)
     except Exception:  # noqa: BLE001  (the boundary: whatever it is, it is shown once)
         rank = "" if alone else f" on rank {Ranks.from_env().rank}"
         _report(store, f"ppl_eval: unexpected error{rank}\n{traceback.format_exc()}")

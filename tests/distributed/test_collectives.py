@@ -61,11 +61,11 @@ def calls_of(rank, degrees):
     return calls, shapes, len(workload.windows)
 
 
-BEFORE = [("allreduce_", n) for n in (2, 4 * 40)]
+BEFORE = [("allreduce_", n) for n in (2, 5 * 40)]
 
 
 def after(num_windows):
-    return [("allreduce_", num_windows)] * 3
+    return [("allreduce_", n) for n in (num_windows, num_windows, 2 * num_windows)]
 
 
 def test_tensor_parallel():

@@ -35,6 +35,7 @@ class EncodedCorpus:
         documents: the texts.
         num_tokens: text tokens by document, without BOS and EOS (int64 [documents]).
         num_bytes: UTF-8 bytes by document (int64 [documents]).
+        num_characters: code points by document (int64 [documents]).
         num_words: words by document, as the protocol counts them (int64 [documents]).
         fingerprint: hash of the texts in their order.
     """
@@ -44,6 +45,7 @@ class EncodedCorpus:
     vocab_size: int | None
     num_tokens: np.ndarray
     num_bytes: np.ndarray
+    num_characters: np.ndarray
     num_words: np.ndarray
     fingerprint: str
     _ids: "OrderedDict[int, np.ndarray]" = field(default_factory=OrderedDict)
@@ -105,7 +107,7 @@ def encode_corpus(
         UserError: a token id that the model does not have, or ranks that see different corpora.
     """
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    counts = np.zeros((4, len(documents)), dtype=np.int64)
+    counts = np.zeros((5, len(documents)), dtype=np.int64)
     ids: OrderedDict[int, np.ndarray] = OrderedDict()
     _check_same_length(len(documents), group)
     for start in range(rank * _SHARE, len(documents), size * _SHARE):
@@ -118,6 +120,7 @@ def encode_corpus(
             counts[:, number] = (
                 len(token_ids),
                 len(raw),
+                len(text),
                 count_words(text),
                 np.frombuffer(digest, dtype=np.int64)[0],
             )
@@ -129,8 +132,9 @@ def encode_corpus(
         vocab_size=vocab_size,
         num_tokens=counts[0],
         num_bytes=counts[1],
-        num_words=counts[2],
-        fingerprint=fingerprint.of_arrays(counts[3]),
+        num_characters=counts[2],
+        num_words=counts[3],
+        fingerprint=fingerprint.of_arrays(counts[4]),
         _ids=ids,
         _may_forget=size > 1,
     )

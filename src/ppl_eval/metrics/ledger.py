@@ -22,6 +22,7 @@ class Ledger:
     Attributes:
         num_scored: scored tokens by window (int64 [windows]).
         nll_nats_sum: sum of their NLL by window (float64 [windows]).
+        nll_nats_squared_sum: sum of its squares by window (float64 [windows]).
         num_writes: how often each row was written (int64 [windows]).
     """
 
@@ -31,6 +32,7 @@ class Ledger:
         self.num_parts = num_parts
         self.num_scored = torch.zeros(num_windows, dtype=torch.int64, device=device)
         self.nll_nats_sum = torch.zeros(num_windows, dtype=torch.float64, device=device)
+        self.nll_nats_squared_sum = torch.zeros_like(self.nll_nats_sum)
         self.num_writes = torch.zeros(num_windows, dtype=torch.int64, device=device)
 
     def write(self, rows_B: torch.Tensor, nll_BT: torch.Tensor, scored_BT: torch.Tensor) -> None:
@@ -45,6 +47,7 @@ class Ledger:
             return
         self.num_scored[rows_B] = scored_BT.sum(dim=1)
         self.nll_nats_sum[rows_B] = nll_BT.sum(dim=1, dtype=torch.float64)
+        self.nll_nats_squared_sum[rows_B] = nll_BT.square().sum(dim=1, dtype=torch.float64)
         self.num_writes[rows_B] += 1
 
     def assemble(self, group: dist.ProcessGroup | None) -> None:
@@ -56,8 +59,10 @@ class Ledger:
         Raises:
             RuntimeError: a row was not written once, or once in each part: a defect of the plan.
         """
-        for column in (self.num_scored, self.nll_nats_sum, self.num_writes):
-            reduce_(column, group)
+        reduce_(self.num_scored, group)
+        reduce_(self.num_writes, group)
+        sums = torch.stack([self.nll_nats_sum, self.nll_nats_squared_sum])
+        self.nll_nats_sum, self.nll_nats_squared_sum = reduce_(sums, group)
         wrong = (self.num_writes != self.num_parts).nonzero().flatten().tolist()
         if wrong:
             raise RuntimeError(f"windows not scored exactly once: {wrong[:10]} of {len(wrong)}")

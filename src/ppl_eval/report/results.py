@@ -3,8 +3,9 @@
 import json
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ppl_eval.data.documents import labels
 from ppl_eval.data.encode import EncodedCorpus
 from ppl_eval.data.protocol import Protocol
 from ppl_eval.data.windows import Windows
+from ppl_eval.errors import UserError
+from ppl_eval.metrics import intervals
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import exp_or_inf
 
@@ -31,9 +34,11 @@ class DocumentTable:
         context_only: tokens that were read and not scored for another reason (int64).
         truncated: tokens that no window read (int64).
         nll_nats_sum: sum of the NLL of the scored tokens (float64).
+        nll_nats_squared_sum: sum of its squares (float64).
         num_tokens: text tokens (int64).
         num_bytes: UTF-8 bytes of the text (int64).
-        num_words: ``len(text.split())`` (int64).
+        num_characters: code points of the text (int64).
+        num_words: words of the text, as the protocol counts them (int64).
     """
 
     labels: list[tuple[str | int | None, str | None]]
@@ -42,8 +47,10 @@ class DocumentTable:
     context_only: np.ndarray
     truncated: np.ndarray
     nll_nats_sum: np.ndarray
+    nll_nats_squared_sum: np.ndarray
     num_tokens: np.ndarray
     num_bytes: np.ndarray
+    num_characters: np.ndarray
     num_words: np.ndarray
 
     def rows(self) -> Iterable[dict[str, Any]]:
@@ -55,7 +62,9 @@ class DocumentTable:
                 "domain": domain,
                 "scored_tokens": int(self.num_scored[number]),
                 "nll_nats_sum": float(self.nll_nats_sum[number]),
+                "nll_nats_squared_sum": float(self.nll_nats_squared_sum[number]),
                 "bytes": int(self.num_bytes[number]),
+                "characters": int(self.num_characters[number]),
                 "words": int(self.num_words[number]),
             }
 
@@ -74,7 +83,8 @@ class Totals:
         context_only: tokens that the protocol reads and never scores.
         truncated: tokens that the protocol does not read.
         num_bytes: UTF-8 bytes of the texts, unscored tokens included.
-        num_words: ``len(text.split())`` of the texts.
+        num_characters: code points of the texts.
+        num_words: words of the texts, as the protocol counts them.
         nll_nats_sum: sum of the NLL of the scored tokens, added up without rounding.
         document_mean_nll: mean over scored documents of each one's mean NLL.
     """
@@ -88,6 +98,7 @@ class Totals:
     context_only: int
     truncated: int
     num_bytes: int
+    num_characters: int
     num_words: int
     nll_nats_sum: float
     document_mean_nll: float
@@ -118,6 +129,12 @@ class Totals:
         return _ratio(self.nll_nats_sum, self.num_bytes if self.is_whole else 0) / math.log(2)
 
     @property
+    def bits_per_character(self) -> float:
+        """NLL sum in bits / code points."""
+        characters = self.num_characters if self.is_whole else 0
+        return _ratio(self.nll_nats_sum, characters) / math.log(2)
+
+    @property
     def is_whole(self) -> bool:
         """Whether all text was measured that could be: else no loss by word or byte is known."""
         return self.context_only == 0 and self.truncated == 0
@@ -137,6 +154,7 @@ class Totals:
                 "empty": self.num_empty,
             },
             "bytes": self.num_bytes,
+            "characters": self.num_characters,
             "words": self.num_words,
         }
 
@@ -148,6 +166,7 @@ class Totals:
             "word_perplexity": self.word_perplexity,
             "byte_perplexity": self.byte_perplexity,
             "bits_per_byte": self.bits_per_byte,
+            "bits_per_character": self.bits_per_character,
         }
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
         return {
@@ -196,8 +215,12 @@ def summarise(
         context_only=windows.context_only,
         truncated=windows.truncated,
         nll_nats_sum=_by_document(windows, ledger.nll_nats_sum.cpu().numpy(), num_documents),
+        nll_nats_squared_sum=_by_document(
+            windows, ledger.nll_nats_squared_sum.cpu().numpy(), num_documents
+        ),
         num_tokens=corpus.num_tokens,
         num_bytes=corpus.num_bytes,
+        num_characters=corpus.num_characters,
         num_words=corpus.num_words,
     )
     everything = np.arange(num_documents)
@@ -249,17 +272,20 @@ def _total(table: DocumentTable, chosen: np.ndarray) -> Totals:
         context_only=int(table.context_only[chosen].sum()),
         truncated=int(table.truncated[chosen].sum()),
         num_bytes=int(table.num_bytes[chosen].sum()),
+        num_characters=int(table.num_characters[chosen].sum()),
         num_words=int(table.num_words[chosen].sum()),
         nll_nats_sum=math.fsum(nll),
         document_mean_nll=math.fsum(means) / len(means) if len(means) else math.nan,
     )
 
 
-def results(summary: Summary, **more: Any) -> dict[str, Any]:
+def results(summary: Summary, *, resamples: int = 0, seed: int = 0, **more: Any) -> dict[str, Any]:
     """The content of results.json.
 
     Args:
         summary: counts and metrics.
+        resamples: of the bootstrap; 0 for none.
+        seed: of the bootstrap.
         more: the sections that describe the run (command, protocol, performance, environment,
             config, fingerprints).
     """
@@ -268,10 +294,31 @@ def results(summary: Summary, **more: Any) -> dict[str, Any]:
         **more,
         "counts": summary.total.counts(),
         "metrics": {**summary.total.metrics(), **_of_peers(summary)},
+        **_intervals(summary, resamples, seed),
         "domains": {
             name: {"counts": part.counts(), "metrics": part.metrics()}
             for name, part in summary.domains.items()
         },
+    }
+
+
+def _intervals(summary: Summary, resamples: int, seed: int) -> dict[str, Any]:
+    table, total = summary.documents, summary.total
+    nothing = np.zeros(len(table.num_scored), dtype=np.int64)
+    columns = {
+        "nll": table.nll_nats_sum,
+        "tokens": table.num_scored,
+        "words": table.num_words if total.is_whole else nothing,
+        "bytes": table.num_bytes if total.is_whole else nothing,
+        "characters": table.num_characters if total.is_whole else nothing,
+    }
+    bootstrap = partial(intervals.bootstrapped, resamples=resamples, seed=seed)
+    squares = math.fsum(table.nll_nats_squared_sum)
+    by_token = intervals.token_iid(total.num_scored, total.nll_nats_sum, squares)
+    return {
+        "intervals_95": intervals.of_metrics(columns, intervals.clustered),
+        "intervals_95_bootstrap": intervals.of_metrics(columns, bootstrap),
+        "intervals_95_token_iid": {"token_perplexity": by_token and list(by_token)},
     }
 
 
@@ -295,3 +342,34 @@ def write_results(folder: Path, content: dict[str, Any], documents: DocumentTabl
         (whole / "results.json").write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
         for name in ("documents.jsonl", "results.json"):
             (whole / name).replace(folder / name)
+
+
+def over_limits(content: Mapping[str, Any], limits: Mapping[str, float]) -> str | None:
+    """What of ``fail_if`` a results.json exceeds, in one sentence; None if nothing.
+
+    A metric that is null (not finite, or without tokens) exceeds every limit.
+
+    Raises:
+        UserError: a key that the results do not have.
+    """
+    problems = []
+    for key, limit in limits.items():
+        section, _, name = key.rpartition(".")
+        value: Any = content
+        for part in _path(section, content):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping) or name not in value:
+            raise UserError(f"fail_if has {key}, but the results have no such key")
+        value = value[name]
+        if value is None or value > limit:
+            problems.append(
+                f"{key} is {'null' if value is None else f'{value:.6g}'}, above {limit:g}"
+            )
+    return f"fail_if: {'; '.join(problems)}" if problems else None
+
+
+def _path(section: str, content: Mapping[str, Any]) -> list[str]:
+    """``domains.a.b.metrics`` is the metrics of the domain ``a.b``."""
+    if section.startswith("domains.") and section.endswith(".metrics"):
+        return ["domains", section.removeprefix("domains.").removesuffix(".metrics"), "metrics"]
+    return section.split(".")
