@@ -26,6 +26,7 @@ from ppl_eval.metrics.perplexity import Perplexity
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
+from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.attention import attention_split
 from ppl_eval.score.head import score, unwrapped
@@ -140,7 +141,7 @@ def run(
     cp_group: dist.ProcessGroup | None = None,
     fp32_logits: bool = True,
     on_step: Callable[[Progress], None] | None = None,
-    check_every: int = 10,
+    check_every: int | None = None,
 ) -> Evaluation:
     """Score a workload. Every rank calls it and runs the same number of steps.
 
@@ -155,11 +156,15 @@ def run(
         cp_group: ranks that share a window; None where none is shared.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
         on_step: called on this rank after every step.
-        check_every: steps between looks for a NaN or infinite loss (each waits for the device).
+        check_every: steps between looks for a NaN or infinite loss among this rank's own (each
+            waits for the device). Only a rank that has one raises, so give it where such an error
+            ends all processes. None: only at the end, when all ranks raise.
 
     Raises:
-        UserError: a loss is NaN or infinite, naming document and window.
+        UserError: a loss is NaN or infinite, naming document and window; a model that is split over
+            ranks which would read different windows.
     """
+    check_groups(model, loss_group)
     windows, plan = workload.windows, workload.plan
     batch_rank = 0 if batch_group is None else dist.get_rank(batch_group)
     num_batch_ranks = 1 if batch_group is None else dist.get_world_size(batch_group)
@@ -188,7 +193,7 @@ def run(
                 )
                 ledger.write(batch.rows, nll_BT, batch.scored_BT)
                 running.update(nll_BT, batch.scored_BT)
-                if (step + 1) % check_every == 0 or step + 1 == num_steps:
+                if check_every is not None and (step + 1) % check_every == 0:
                     _raise_if_not_finite(ledger, workload)
                 if on_step is not None:
                     last = min((step + 1) * num_batch_ranks, len(num_scored)) - 1
@@ -197,6 +202,7 @@ def run(
         model.train(was_training)
         reshard(model)
     ledger.assemble(loss_group)
+    _raise_if_not_finite(ledger, workload)
     return Evaluation(
         workload, ledger, summarise(workload.corpus, workload.protocol, windows, ledger)
     )

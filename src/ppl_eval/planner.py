@@ -21,6 +21,7 @@ from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES
 from ppl_eval.parallel.tensor import check_heads, split_axes
 from ppl_eval.report.tables import align
+from ppl_eval.score.attention import QUERY_BLOCK, SCORE_ELEMENTS
 from ppl_eval.score.head import CAST_ROWS, CHUNK_ELEMENTS
 
 MIB = 2**20
@@ -40,6 +41,7 @@ class Sizes:
         hidden: hidden units of a feed-forward.
         vocabulary: rows of the embedding.
         item: bytes of a number.
+        has_soft_cap: whether attention scores are capped, and so must be seen.
     """
 
     shapes: Mapping[str, tuple[torch.Size, int | None]]
@@ -51,6 +53,7 @@ class Sizes:
     hidden: int
     vocabulary: int
     item: int
+    has_soft_cap: bool
 
     @classmethod
     def of(cls, model: TransformerDecoder) -> "Sizes":
@@ -68,6 +71,9 @@ class Sizes:
             hidden=mlp.w1.weight.shape[0],
             vocabulary=model.tok_embeddings.weight.shape[0],
             item=model.tok_embeddings.weight.element_size(),
+            has_soft_cap=any(
+                getattr(layer.attn._attention_call, "soft_cap", None) for layer in layers
+            ),
         )
 
 
@@ -78,7 +84,8 @@ class Estimate:
     Attributes:
         dims: the mesh.
         parameters: shards.
-        gathered: parameters that FSDP2 has gathered at a time.
+        gathered: parameters that FSDP2 has gathered while layers run.
+        kept: those of them that stay while the head runs.
         activations: of a decoder layer.
         head: logits of a chunk, and what turns them into a loss.
         fsdp_traffic: bytes a step received for parameters.
@@ -89,6 +96,7 @@ class Estimate:
     dims: ParallelDims
     parameters: float
     gathered: float
+    kept: float
     activations: float
     head: float
     fsdp_traffic: float
@@ -97,8 +105,10 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Peak: layers and head do not run at the same time."""
-        return self.parameters + self.gathered + max(self.activations, self.head)
+        """Peak. Layers and head do not run at the same time, and when the embedding and head are
+        gathered, before both, FSDP2 has them twice."""
+        layers, head = self.gathered + self.activations, self.kept + self.head
+        return self.parameters + max(layers, head, 2 * self.kept)
 
     @property
     def traffic_per_batch(self) -> float:
@@ -129,19 +139,27 @@ def estimate(
         elif name.startswith("layers.0."):
             layer += count
         shards += _count([-(-split[0] // fsdp), *split[1:]])
-    kept = 2 if reshard_after_forward else sizes.layers + 1
-    gathered = 0 if fsdp == 1 else (root + kept * layer) * item
+    kept = gathered = 0
+    if fsdp > 1:
+        # of layers there are the one that runs, the next one, and the flat copy of that
+        kept = (root if reshard_after_forward else root + sizes.layers * layer) * item
+        gathered = kept + (3 if reshard_after_forward else 1) * layer * item
 
     own = positions / cp
     heads, kv_heads = sizes.heads // tp * sizes.head_dim, sizes.kv_heads // tp * sizes.head_dim
     hidden = -(-sizes.hidden // tp)
-    shared = 0.0
-    if cp > 1:  # keys and values: this rank's, and the window's with all query heads
-        shared = 2 * kv_heads * own + 2 * max(heads, 2 * kv_heads) * positions
     wide = 4 / item if tp > 1 and item < 4 else 0.0  # fp32 of a sum over ranks, before its rounding
-    attention = own * ((3 + wide) * sizes.dim + 5 * heads) + shared
+    attention = own * ((3 + wide) * sizes.dim + 5 * heads)
+    if cp > 1:  # keys and values: this rank's, the window's, and these with all query heads
+        before = own * (2 * sizes.dim + 3 * heads + 2 * kv_heads)
+        gathering = before + 2 * (kv_heads + heads) * positions
+        attending = before + 2 * heads * (positions + own)
+        attention = max(attention, gathering, attending)
     feed_forward = own * (4 * sizes.dim + 3 * hidden)
     activations = item * max(attention, feed_forward)
+    if sizes.has_soft_cap:  # scores of a block of queries, and their softmax in fp32
+        scores = min(sizes.heads // tp * QUERY_BLOCK * positions, SCORE_ELEMENTS)
+        activations = max(activations, item * attention + (item + 4) * scores)
 
     vocabulary = -(-sizes.vocabulary // tp)
     rows = min(own, max(1, CHUNK_ELEMENTS // vocabulary))
@@ -159,6 +177,7 @@ def estimate(
         dims=dims,
         parameters=shards * item,
         gathered=gathered,
+        kept=kept,
         activations=activations,
         head=head,
         fsdp_traffic=fsdp_traffic,

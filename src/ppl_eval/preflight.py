@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval import components, evaluation
+from ppl_eval import components, evaluation, planner
 from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
@@ -24,6 +24,7 @@ from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.tensor import check_heads
 from ppl_eval.report import tables
+from ppl_eval.score.attention import check_attention
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def prepare(
     model = build_on_meta(cfg.model, dtype, config)
     check_against_config(model, checkpointer, config)
     check_heads(model, cfg.parallel.tp, cfg.model["_component_"])
+    if cfg.parallel.cp > 1:
+        check_attention(model, cfg.parallel.cp)
     source, convert, layout = open_checkpoint(checkpointer, config)
     checkpoint_dtype = check_names(model, source, convert, layout)
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
@@ -122,13 +125,13 @@ def describe(args: Sequence[str], num_processes: int) -> str:
     ready = prepare(cfg, dtype)
     workload, plan = ready.workload, ready.workload.plan
     corpus, windows = workload.corpus, workload.windows
-    parameters = [p.numel() for p in ready.model.parameters()]
+    num_parameters = sum(p.numel() for p in ready.model.parameters())
+    shards = planner.estimate(planner.Sizes.of(ready.model), dims, 0).parameters
     stored = ready.source.stored.values()
     lines = {
-        "model": f"{cfg.model['_component_']}, {sum(parameters):,} parameters,"
-        f" {_gib(sum(parameters) * dtype.itemsize)} in {cfg.dtype}"
-        f" ({_gib(sum(parameters) * dtype.itemsize / dims.fsdp_size)} on each of"
-        f" {dims.fsdp_size})",
+        "model": f"{cfg.model['_component_']}, {num_parameters:,} parameters,"
+        f" {_gib(num_parameters * dtype.itemsize)} in {cfg.dtype}"
+        f" ({_gib(shards)} on each of {num_processes})",
         "weights": f"{ready.checkpointer.get('checkpoint_dir', '')}: {len(stored)} tensors,"
         f" {_gib(sum(s.num_bytes for s in stored))} in {ready.checkpoint_dtype};"
         " names and shapes match",

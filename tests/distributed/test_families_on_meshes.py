@@ -55,7 +55,10 @@ def alone(folders):
     return dict(zip(folders, run_on_ranks(1, by_document, 1, runs)[0], strict=True))
 
 
-@pytest.mark.parametrize(("world_size", "mesh"), [(2, TP), (2, CP), (3, (1, 1, 1, 3)), (4, BOTH)])
+@pytest.mark.parametrize(
+    ("world_size", "mesh"),
+    [(2, TP), (2, CP), (3, (1, 1, 1, 3)), (4, BOTH), (4, (1, 2, 1, 2)), (4, (1, 2, 2, 1))],
+)
 def test_every_family_on_a_mesh(folders, alone, world_size, mesh):
     """C6: also where a window or a cap must hold across the chunks of a shared window."""
     names = [name for name in folders if mesh[3] in (1, SPLIT[name])]
@@ -74,8 +77,8 @@ def test_heads_that_tp_does_not_divide(folders):
     with pytest.raises(UserError) as error:
         prepared(folders["gemma"], TP, shipped, dataset=f"{__name__}.texts")
     assert str(error.value) == (
-        "parallel.tp is 2, but torchtune.models.gemma.gemma has 4 heads and 1 kv heads, and tp"
-        " divides both: set parallel.tp to 1"
+        "parallel.tp is 2, but torchtune.models.gemma.gemma has 4 heads and 1 kv heads, which tp"
+        " must both divide: set parallel.tp to 1"
     )
     with pytest.raises(UserError, match=r"6 heads and 2 kv heads.*: set parallel.tp to 1 or 2"):
         prepared(folders["llama2"], (1, 1, 1, 3), shipped, dataset=f"{__name__}.texts")

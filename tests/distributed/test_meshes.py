@@ -11,6 +11,7 @@ from ranks import run_on_ranks
 from ppl_eval import Perplexity, UserError, evaluate
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
+from ppl_eval.parallel.tensor import split_decoder
 
 
 def texts(count):
@@ -226,3 +227,44 @@ def forget(rank):
 def test_ids_that_were_forgotten_come_back():
     alone = run_on_ranks(1, forget)
     assert set(run_on_ranks(3, forget)) == set(alone)
+
+
+def message_of(function):
+    with pytest.raises(UserError) as error:
+        function()
+    return str(error.value)
+
+
+def faults_of_one_rank(rank):
+    """A NaN, and a token id that the model lacks, in what only one rank reads."""
+    model = sharp_llama(259)
+    with torch.no_grad():
+        model.tok_embeddings.weight[ord("q") + 3] = math.nan
+    documents = ["aaa"] * 30 + ["qq"]
+    loss = message_of(
+        lambda: evaluate(model, ByteTokenizer(), documents, max_seq_len=8, max_tokens_per_batch=9)
+    )
+    words = ["1 2"] * 100 + ["3 300"]
+    ids = message_of(lambda: evaluate(sharp_llama(259), WordTokenizer(), words, max_seq_len=8))
+    return loss, ids
+
+
+def test_what_one_rank_finds_all_ranks_raise():
+    """In a training loop nobody else ends the others, which would wait for it."""
+    first, second = run_on_ranks(2, faults_of_one_rank)
+    assert first == second
+    assert "the loss is nan in document 30" in first[0]
+    assert "document 100 has the token id 300, but" in first[1]
+
+
+def without_meshes(rank):
+    model = sharp_llama(259)
+    split_decoder(model, ParallelDims(tp=2, world_size=2).build_mesh("cpu").tp)
+    return message_of(lambda: evaluate(model, ByteTokenizer(), texts(8), max_seq_len=32))
+
+
+def test_a_split_model_needs_its_meshes():
+    """Else the ranks would add up hidden states of different texts."""
+    for message in run_on_ranks(2, without_meshes):
+        assert "the model is split over tp" in message
+        assert "meshes=..." in message

@@ -120,6 +120,13 @@ def test_results_and_table(tune, held_out):
         assert text in out
     assert f"{metrics['token_perplexity']:.4f}" in out
     assert "dp_replicate=1 dp_shard=1 cp=1 tp=1 on 1 x cpu" in out
+    low, high = content["intervals_95"]["token_perplexity"]
+    assert low < metrics["token_perplexity"] < high
+    assert f"interval  token ppl {low:.4f} to {high:.4f} (95 %" in out
+    assert content["intervals_95_bootstrap"]["bits_per_byte"][0] < metrics["bits_per_byte"]
+    iid_low, iid_high = content["intervals_95_token_iid"]["token_perplexity"]
+    assert low < iid_low < iid_high < high
+    assert counts["characters"] == sum(len(text["text"]) for text in texts)
     assert "\r" not in err  # no progress bar where nobody looks
 
 
@@ -411,7 +418,8 @@ def test_results_are_written_both_or_not_at_all(tune, tmp_path):
     number = np.asarray([1])
     for nll, content in ((1.0, {"bad": math.nan}), (math.nan, {"good": 1.0})):
         nlls = np.asarray([nll])
-        table = DocumentTable([(None, None)], number, number, nlls, number, number, number)
+        counts = [number] * 3, [number] * 4
+        table = DocumentTable([(None, None)], *counts[0], nlls, nlls, *counts[1])
         with pytest.raises(ValueError, match="JSON"):
             write_results(tmp_path, content, table)
     assert list(tmp_path.iterdir()) == []
@@ -439,3 +447,30 @@ def test_a_tied_checkpoint_may_carry_its_head_twice(tune, student):
     code, _, err = tune("max_documents=3", f"checkpointer.checkpoint_dir={student}")
     assert code == 0, err
     assert results()["metrics"] == before
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["fail_if.metrics.token_perplexity=1.2", "fail_if={domains.bill.metrics.bits_per_byte: 0.1}"],
+)
+def test_above_a_limit_the_run_fails_with_code_3_and_keeps_its_results(tune, value):
+    code, out, err = tune("max_documents=9", value)
+    assert code == 3
+    assert err.splitlines()[-1].startswith("ppl_eval: error: fail_if: ")
+    assert "above" in err
+    assert "results: " in out
+    assert results()["counts"]["documents"] == 9
+
+
+def test_below_a_limit_all_is_well(tune):
+    assert tune("max_documents=9", "fail_if.metrics.token_perplexity=3")[0] == 0
+    code, _, err = tune("max_documents=9", "fail_if.domains.poem.metrics.bits_per_byte=3")
+    assert code == 1
+    assert "the results have no such key" in err
+
+
+def test_one_document_has_no_interval(tune):
+    code, out, _ = tune("max_documents=1", "protocol.name=concat")
+    assert code == 0
+    assert set(results()["intervals_95"].values()) == {None}
+    assert "interval" not in out

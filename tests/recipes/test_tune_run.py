@@ -74,7 +74,7 @@ def test_a_copied_recipe_with_a_component_of_ones_own_on_two_processes(tmp_path)
             3,
             "parallel.tp=3",
             "parallel.tp is 3, but torchtune.models.llama3_2.llama3_2 has 8 heads and 4 kv heads,"
-            " and tp divides both: set parallel.tp to 1 or 2 or 4",
+            " which tp must both divide: set parallel.tp to 1 or 2 or 4",
         ),
     ],
 )

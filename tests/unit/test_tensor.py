@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.modules import MultiHeadAttention
 
 from ppl_eval import UserError
 from ppl_eval.parallel.tensor import check_heads
+from ppl_eval.score.attention import CausalAttention, check_attention
 
 SHAPE = {
     "vocab_size": 11,
@@ -31,8 +33,8 @@ def test_heads_that_do_not_divide(heads, kv_heads, tp, fits):
     with pytest.raises(UserError) as error:
         check_heads(llama(heads, kv_heads), tp, "models.some")
     assert str(error.value) == (
-        f"parallel.tp is {tp}, but models.some has {heads} heads and {kv_heads} kv heads, and tp"
-        f" divides both: set parallel.tp to {fits}"
+        f"parallel.tp is {tp}, but models.some has {heads} heads and {kv_heads} kv heads,"
+        f" which tp must both divide: set parallel.tp to {fits}"
     )
 
 
@@ -59,3 +61,34 @@ def test_matrices_that_the_plan_does_not_know():
         )
     with pytest.raises(UserError, match=r"how to split layers.0.attn.q_proj.* of a LoRALinear is"):
         check_heads(adapted, 2)
+
+
+def test_a_head_that_is_more_than_a_product():
+    model = llama(4, 2)
+    model.output = nn.Linear(16, 11, device="meta")
+    with pytest.raises(UserError, match="the head has a bias"):
+        check_heads(model, 2)
+
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 0.25
+
+    model.output = Scaled(16, 11, bias=False, device="meta")
+    with pytest.raises(UserError, match=r"how to split output.weight of a Scaled is not known"):
+        check_heads(model, 2)
+
+
+def test_attention_that_masks_in_its_own_way():
+    class Local(MultiHeadAttention):
+        pass
+
+    model = llama(4, 2)
+    assert len(check_attention(model, 2)) == 2
+    model.layers[1].attn.__class__ = Local
+    with pytest.raises(UserError, match="parallel.cp is 2, but how a Local masks is not known"):
+        check_attention(model, 2)
+    with pytest.raises(UserError, match="a Linear has no decoder layers"):
+        check_attention(nn.Linear(2, 2), 2)
+    q = torch.ones(1, 1, 3, 4)
+    with pytest.raises(UserError, match="gives its attention a mask"):
+        CausalAttention()(q, q, q, mask=torch.ones(3, 3).bool(), dropout_p=0.0, is_causal=False)

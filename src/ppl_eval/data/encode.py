@@ -9,6 +9,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from ppl_eval.parallel.reduce import reduce_
 
 _SHARE = 64
 """Documents are dealt to the ranks in runs of this many."""
+
+_FAULT = 2**48
+"""More than the tokens of any document: a rank has found a fault."""
 
 _KEPT_TOKENS = 8_000_000
 """Ids that a rank keeps at most when it can encode them again (32 MB)."""
@@ -110,11 +114,16 @@ def encode_corpus(
     counts = np.zeros((5, len(documents)), dtype=np.int64)
     ids: OrderedDict[int, np.ndarray] = OrderedDict()
     _check_same_length(len(documents), group)
+    fault = None
     for start in range(rank * _SHARE, len(documents), size * _SHARE):
         numbers = range(start, min(start + _SHARE, len(documents)))
         texts = [document.text for document in documents[start : numbers.stop]]
-        raws = [_utf8(text, number) for text, number in zip(texts, numbers, strict=True)]
-        encoded = _encode(tokenizer, texts, numbers, vocab_size)
+        try:
+            raws = [_utf8(text, number) for text, number in zip(texts, numbers, strict=True)]
+            encoded = _encode(tokenizer, texts, numbers, vocab_size)
+        except UserError as error:
+            fault = str(error)
+            break
         for number, text, raw, token_ids in zip(numbers, texts, raws, encoded, strict=True):
             digest = hashlib.blake2b(raw, digest_size=8).digest()
             counts[:, number] = (
@@ -125,7 +134,10 @@ def encode_corpus(
                 np.frombuffer(digest, dtype=np.int64)[0],
             )
             ids[number] = token_ids
+    counts[0, 0] = _FAULT if fault else counts[0, 0]
     reduce_(torch.from_numpy(counts), group)
+    if counts[0, 0] >= _FAULT:
+        _raise_everywhere(fault, group)
     return EncodedCorpus(
         documents=documents,
         tokenizer=tokenizer,
@@ -138,6 +150,15 @@ def encode_corpus(
         _ids=ids,
         _may_forget=size > 1,
     )
+
+
+def _raise_everywhere(fault: str | None, group: dist.ProcessGroup | None) -> NoReturn:
+    """All ranks raise what one of them found, so that none waits for it in a later collective."""
+    faults: list[str | None] = [fault]
+    if group is not None:
+        faults = [None] * dist.get_world_size(group)
+        dist.all_gather_object(faults, fault, group=group)
+    raise UserError(next(found for found in faults if found))
 
 
 def _check_same_length(length: int, group: dist.ProcessGroup | None) -> None:

@@ -60,19 +60,43 @@ def check_heads(model: nn.Module, tp: int, name: str = "the model") -> None:
         if heads % tp or kv_heads % tp:
             fits = [n for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n]
             raise UserError(
-                f"parallel.tp is {tp}, but {name} has {heads} heads and {kv_heads} kv heads, and"
-                f" tp divides both: set parallel.tp to {' or '.join(map(str, fits))}"
+                f"parallel.tp is {tp}, but {name} has {heads} heads and {kv_heads} kv heads, which"
+                f" tp must both divide: set parallel.tp to {' or '.join(map(str, fits))}"
             )
     planned = dict(_planned(model))
     for path, parameter in model.named_parameters():
-        module = path.rpartition(".")[0]
-        kind = nn.Embedding if module == "tok_embeddings" else nn.Linear
-        if parameter.ndim > 1 and not (
-            module in planned and isinstance(model.get_submodule(module), kind)
-        ):
+        owner = path.rpartition(".")[0]
+        module = model.get_submodule(owner)
+        if owner == "tok_embeddings":
+            known = isinstance(module, nn.Embedding)
+        else:  # a subclass may do more than a product
+            known = owner in planned and type(module) is nn.Linear
+        if parameter.ndim > 1 and not known:
             raise UserError(
-                f"parallel.tp is {tp}, but how to split {path} of a"
-                f" {type(model.get_submodule(module)).__name__} is not known: set parallel.tp=1"
+                f"parallel.tp is {tp}, but how to split {path} of a {type(module).__name__} is not"
+                " known: set parallel.tp=1"
+            )
+        if path == "output.bias":
+            raise UserError(f"parallel.tp is {tp}, but the head has a bias: set parallel.tp=1")
+
+
+def check_groups(model: nn.Module, loss_group: dist.ProcessGroup | None) -> None:
+    """Refuse ranks that share matrices and would read different windows: sums would mix them.
+
+    Args:
+        model: split by :func:`split_decoder` or not.
+        loss_group: ranks that read different windows or parts of windows.
+
+    Raises:
+        UserError: the model is split over ranks of that group.
+    """
+    groups: set[Any] = {getattr(module, "tp_group", None) for module in model.modules()} - {None}
+    apart = set() if loss_group is None else set(dist.get_process_group_ranks(loss_group))
+    for group in groups:
+        if len(apart & set(dist.get_process_group_ranks(group))) > 1:
+            raise UserError(
+                "the model is split over tp, so not all processes read different documents: give"
+                " evaluate() the meshes, meshes=..."
             )
 
 

@@ -97,6 +97,11 @@ def describe_run(content: Mapping[str, Any]) -> str:
         ),
         ("speed", f"{performance['tokens_per_s']:,.0f} scored tokens/s"),
     ]
+    interval = content["intervals_95"]["token_perplexity"]
+    if interval is not None:
+        low, high = map(number, interval)
+        text = f"token ppl {low} to {high} (95 %, clustered by document)"
+        lines.insert(4, ("interval", text))
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
 

@@ -17,7 +17,11 @@ from torch.nn.attention.bias import causal_lower_right
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.context import ContextSplit
 
-_QUERY_BLOCK = 512
+QUERY_BLOCK = 512
+"""Queries that are attended at a time where a mask is needed."""
+
+SCORE_ELEMENTS = 2**25
+"""Scores that exist at a time, at most, where they must be seen (soft caps)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class CausalAttention:
         dropout_p: float,
         is_causal: bool,
     ) -> torch.Tensor:
-        """Attended values of q, k, v [B, H, T, K]; what torchtune says of masks is not needed."""
+        """Attended values of q, k, v [B, H, T, K]."""
+        _refuse_mask(mask)
         return self.attend(q, k, v)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -70,6 +75,7 @@ class SplitAttention:
         is_causal: bool,
     ) -> torch.Tensor:
         """Attended values of this rank's q, k, v [B, H, 2c, K]."""
+        _refuse_mask(mask)
         repeats, size = self.queries_per_key, q.shape[2] // 2
         own = torch.stack([k[:, ::repeats], v[:, ::repeats]])
         keys, values = self.context.gather(own, dim=3).repeat_interleave(repeats, dim=2)
@@ -94,15 +100,7 @@ def attention_split(model: nn.Module, context: ContextSplit | None) -> Iterator[
     if context is None:
         yield
         return
-    layers: Any = getattr(model, "layers", None)
-    if layers is None:
-        raise UserError(
-            f"cp is {context.size}, but a {type(model).__name__} has no decoder layers whose"
-            " attention could be split: set cp to 1"
-        )
-    calls: list[tuple[Any, CausalAttention]] = [
-        (layer.attn, _known_call(layer.attn, context)) for layer in layers
-    ]
+    calls = check_attention(model, context.size)
     before = [attention._attention_call for attention, _ in calls]
     for attention, whole in calls:
         repeats = attention.num_heads // attention.num_kv_heads
@@ -114,16 +112,38 @@ def attention_split(model: nn.Module, context: ContextSplit | None) -> Iterator[
             attention._attention_call = call
 
 
-def _known_call(attention: Any, context: ContextSplit) -> CausalAttention:
+def check_attention(model: nn.Module, cp: int) -> list[tuple[Any, CausalAttention]]:
+    """Each layer's attention, and what it computes with whole windows.
+
+    Raises:
+        UserError: the model has no such layers, or masks in a way that is not known.
+    """
+    if not hasattr(model, "layers"):
+        raise UserError(
+            f"parallel.cp is {cp}, but a {type(model).__name__} has no decoder layers whose"
+            " attention could be split: set parallel.cp=1"
+        )
+    layers: Any = model.layers
+    return [(layer.attn, _known_call(layer.attn, cp)) for layer in layers]
+
+
+def _known_call(attention: Any, cp: int) -> CausalAttention:
     call = getattr(attention, "_attention_call", None)
-    if isinstance(call, CausalAttention):
-        return call
-    if getattr(call, "__module__", None) == "torchtune.modules.attention_utils":
-        return CausalAttention()  # torchtune's own, which is plain and causal
+    kind = f"{type(attention).__module__}.{type(attention).__qualname__}"
+    if kind == "torchtune.modules.attention.MultiHeadAttention" and attention.is_causal:
+        if isinstance(call, CausalAttention):
+            return call
+        if getattr(call, "__module__", None) == "torchtune.modules.attention_utils":
+            return CausalAttention()  # torchtune's own, which is plain
     raise UserError(
-        f"cp is {context.size}, but how a {type(attention).__name__} masks is not known: set cp to"
-        " 1, or build the model by ppl_eval.model.build"
+        f"parallel.cp is {cp}, but how a {type(attention).__name__} masks is not known: set"
+        " parallel.cp=1"
     )
+
+
+def _refuse_mask(mask: torch.Tensor | None) -> None:
+    if mask is not None:
+        raise UserError("a layer gives its attention a mask, which only plain attention can take")
 
 
 def causal_attention(
@@ -161,9 +181,11 @@ def causal_attention(
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, scale=scale
             )
-    blocks = []
-    for first in range(0, length, _QUERY_BLOCK):
-        stop = min(first + _QUERY_BLOCK, length)
+    blocks, step = [], QUERY_BLOCK
+    if soft_cap is not None:
+        step = max(1, min(step, SCORE_ELEMENTS // (q_BHTK.shape[0] * q_BHTK.shape[1] * num_keys)))
+    for first in range(0, length, step):
+        stop = min(first + step, length)
         begin = 0 if window is None else max(0, offset + first - window + 1)
         seen_keys = slice(begin, offset + stop)
         q, k, v = q_BHTK[:, :, first:stop], k_BHSK[:, :, seen_keys], v_BHSK[:, :, seen_keys]
@@ -187,7 +209,12 @@ def _soft_capped(
     soft_cap: float,
     scale: float | None,
 ) -> torch.Tensor:
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = scores.masked_fill(~seen, -torch.inf).float().softmax(dim=-1)
+    factor = (q.shape[-1] ** -0.5 if scale is None else scale) / soft_cap
+    scores = q @ k.transpose(2, 3)
+    if scores.requires_grad:
+        scores = soft_cap * torch.tanh(scores * factor)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    else:
+        scores.mul_(factor).tanh_().mul_(soft_cap).masked_fill_(~seen, -torch.inf)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return weights.to(v.dtype) @ v
