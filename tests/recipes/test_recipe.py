@@ -418,8 +418,8 @@ def test_results_are_written_both_or_not_at_all(tune, tmp_path):
     number = np.asarray([1])
     for nll, content in ((1.0, {"bad": math.nan}), (math.nan, {"good": 1.0})):
         nlls = np.asarray([nll])
-        counts = [number] * 3, [number] * 4
-        table = DocumentTable([(None, None)], *counts[0], nlls, nlls, *counts[1])
+        counts = [number] * 4
+        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts)
         with pytest.raises(ValueError, match="JSON"):
             write_results(tmp_path, content, table)
     assert list(tmp_path.iterdir()) == []
