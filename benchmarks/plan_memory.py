@@ -144,7 +144,7 @@ def rank_main(
             batch.inputs_BT,
             batch.targets_BT,
             batch.scored_BT,
-            positions_T=batch.positions_T,
+            positions=batch.positions,
         )
     kv, heads = 4 * 64, 8 * 64
     shared = 2 * kv * rows * length / mesh[2] + 2 * max(heads, 2 * kv) * rows * length

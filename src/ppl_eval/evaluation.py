@@ -28,7 +28,7 @@ from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
 from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.report.results import Summary, summarise
-from ppl_eval.score.attention import attention_split
+from ppl_eval.score.attention import attention_packed, attention_split
 from ppl_eval.score.head import score, unwrapped
 
 
@@ -121,7 +121,11 @@ def prepare(
             f"0 scored tokens: the {len(rows)} documents have {corpus.num_tokens.sum()} tokens, but"
             f" {_why_nothing(windows)}"
         )
-    plan = make_plan(windows, max_tokens_per_batch=max_tokens_per_batch)
+    plan = make_plan(
+        windows,
+        max_tokens_per_batch=max_tokens_per_batch,
+        row_positions=protocol.max_seq_len if protocol.rule.packs else None,
+    )
     return Workload(corpus, protocol, windows, plan)
 
 
@@ -171,6 +175,8 @@ def run(
     num_steps = plan.num_steps(num_batch_ranks)
     num_scored = np.cumsum([windows.num_scored[numbers].sum() for numbers in plan.batches])
     context = ContextSplit.of(cp_group)
+    if context is not None and workload.protocol.rule.packs:
+        raise UserError("packed rows are not shared: take cp=1, or the protocol document")
     ledger = Ledger(len(windows), device, num_parts=1 if context is None else context.size)
     running = Perplexity(device)
     was_training = model.training
@@ -180,18 +186,22 @@ def run(
         # no_grad, not inference_mode: that would leave FSDP buffers that later training trips over
         with torch.no_grad(), attention_split(unwrapped(model), context):
             for step in range(num_steps):
-                numbers = plan.batch_of(step, batch_rank, num_batch_ranks)
-                whole = collate(numbers, windows, workload.corpus, workload.protocol)
+                number = plan.batch_of(step, batch_rank, num_batch_ranks)
+                whole = collate(number, plan, windows, workload.corpus, workload.protocol)
                 batch = whole.part(context).to(device)
-                nll_BT = score(
-                    model,
-                    batch.inputs_BT,
-                    batch.targets_BT,
-                    batch.scored_BT,
-                    positions_T=batch.positions_T,
-                    fp32_logits=fp32_logits,
-                )
-                ledger.write(batch.rows, nll_BT, batch.scored_BT)
+                with attention_packed(unwrapped(model), batch.spans):
+                    nll_BT = score(
+                        model,
+                        batch.inputs_BT,
+                        batch.targets_BT,
+                        batch.scored_BT,
+                        positions=batch.positions,
+                        fp32_logits=fp32_logits,
+                    )
+                if batch.spans is None:
+                    ledger.write(batch.rows, nll_BT, batch.scored_BT)
+                else:
+                    ledger.write_spans(batch.rows, batch.spans, nll_BT, batch.scored_BT)
                 running.update(nll_BT, batch.scored_BT)
                 if check_every is not None and (step + 1) % check_every == 0:
                     _raise_if_not_finite(ledger, workload)

@@ -12,8 +12,9 @@ from ppl_eval import components, evaluation, planner
 from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
-from ppl_eval.data.protocol import make_protocol
+from ppl_eval.data.protocol import RULES, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.errors import UserError
 from ppl_eval.model.agree import check_against_config, config_of
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.checkpoint import complete_checkpointer, fingerprint, open_checkpoint
@@ -69,7 +70,12 @@ def prepare(
     check_against_config(model, checkpointer, config)
     check_heads(model, cfg.parallel.tp, cfg.model["_component_"])
     if cfg.parallel.cp > 1:
-        check_attention(model, cfg.parallel.cp)
+        if RULES[cfg.protocol.name].packs:
+            raise UserError(
+                f"parallel.cp is {cfg.parallel.cp}, but {cfg.protocol.name} does not share its"
+                " rows: set parallel.cp=1, or protocol.name=document, which gives the same numbers"
+            )
+        check_attention(model, f"parallel.cp is {cfg.parallel.cp}", "parallel.cp=1")
     source, convert, layout = open_checkpoint(checkpointer, config)
     checkpoint_dtype = check_names(model, source, convert, layout)
     tokenizer = components.build(cfg.tokenizer, "tokenizer")

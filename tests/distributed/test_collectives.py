@@ -55,8 +55,8 @@ def calls_of(rank, degrees):
     with Watch():
         result = measure(model, meshes)
     workload, shapes = result.workload, []
-    for numbers in workload.plan.batches:
-        batch = collate(numbers, workload.windows, workload.corpus, workload.protocol)
+    for number in range(len(workload.plan.batches)):
+        batch = collate(number, workload.plan, workload.windows, workload.corpus, workload.protocol)
         shapes.append((*batch.inputs_BT.shape, int(batch.scored_BT.sum())))
     return calls, shapes, len(workload.windows)
 

@@ -109,7 +109,7 @@ def measure(rank, world_size, vocabulary, dtype, num_rows, length):
                     batch.inputs_BT,
                     batch.targets_BT,
                     batch.scored_BT,
-                    positions_T=batch.positions_T,
+                    positions=batch.positions,
                 )
 
         first = allocated(step)

@@ -22,7 +22,7 @@ def test_every_window_runs_once_whatever_the_number_of_ranks(lengths, budget, nu
     steps = plan.num_steps(num_ranks)
     runs = [plan.batch_of(s, r, num_ranks) for r in range(num_ranks) for s in range(steps)]
     assert len(runs) == steps * num_ranks
-    seen = np.concatenate([b for b in runs if b is not None] or [np.empty(0, int)])
+    seen = np.concatenate([plan.batches[b] for b in runs if b is not None] or [np.empty(0, int)])
     assert sorted(seen.tolist()) == list(range(len(windows)))
     idle = [b is None for b in runs]
     assert sum(idle) < num_ranks
@@ -54,7 +54,7 @@ def test_ranks_have_nearly_the_same_work():
     windows, plan = plan_of(rng.integers(1, 400, 300), 256)
     loads = [
         sum(
-            int(windows.num_tokens[batch].sum())
+            int(windows.num_tokens[plan.batches[batch]].sum())
             for step in range(plan.num_steps(4))
             if (batch := plan.batch_of(step, rank, 4)) is not None
         )
@@ -69,3 +69,24 @@ def test_the_fingerprint_follows_windows_and_batches():
     assert len(same) == 1
     others = {plan_of(lengths, 32)[1].fingerprint, plan_of([5, 40, 8], 64)[1].fingerprint}
     assert not same & others
+
+
+@given(lengths, st.integers(1, 200), st.integers(33, 90))
+def test_packed_rows_hold_whole_windows(lengths, budget, row_positions):
+    windows = Protocol(33, None, 1, name="packed").windows(np.asarray(lengths))
+    plan = make_plan(windows, max_tokens_per_batch=budget, row_positions=row_positions)
+    seen = [int(n) for batch in plan.batches for n in batch]
+    assert sorted(seen) == list(range(len(windows)))
+    for batch, rows, positions in zip(plan.batches, plan.rows, plan.num_positions, strict=True):
+        assert rows[0] == 0
+        assert set(np.diff(rows).tolist()) <= {0, 1}
+        filled = np.bincount(rows, weights=windows.num_inputs[batch])
+        assert filled.max() <= row_positions
+        assert positions == len(filled) * filled.max()
+        assert positions <= budget or len(filled) == 1
+
+
+def test_packing_saves_rows():
+    windows = Protocol(33, None, 1, name="packed").windows(np.asarray([4] * 40))
+    plan = make_plan(windows, max_tokens_per_batch=66, row_positions=33)
+    assert plan.num_positions.tolist() == [64, 64, 32]

@@ -83,12 +83,13 @@ def test_attention_that_masks_in_its_own_way():
         pass
 
     model = llama(4, 2)
-    assert len(check_attention(model, 2)) == 2
+    why = ("parallel.cp is 2", "parallel.cp=1")
+    assert len(check_attention(model, *why)) == 2
     model.layers[1].attn.__class__ = Local
     with pytest.raises(UserError, match="parallel.cp is 2, but how a Local masks is not known"):
-        check_attention(model, 2)
+        check_attention(model, *why)
     with pytest.raises(UserError, match="a Linear has no decoder layers"):
-        check_attention(nn.Linear(2, 2), 2)
+        check_attention(nn.Linear(2, 2), *why)
     q = torch.ones(1, 1, 3, 4)
     with pytest.raises(UserError, match="gives its attention a mask"):
         CausalAttention()(q, q, q, mask=torch.ones(3, 3).bool(), dropout_p=0.0, is_causal=False)

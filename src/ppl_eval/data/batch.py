@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ppl_eval.data.encode import EncodedCorpus
+from ppl_eval.data.plan import Plan
 from ppl_eval.data.protocol import Protocol
 from ppl_eval.data.windows import Windows
 from ppl_eval.parallel.context import ContextSplit
@@ -21,14 +22,18 @@ class Batch:
             by a scored position, since attention is causal.
         targets_BT: the token after each input (int64); 0 where there is none.
         scored_BT: which targets count (bool).
-        positions_T: places of the inputs in their windows (int64), or None for 0, 1, 2, ...
+        positions: places of the inputs in their windows (int64 [T] or [B, T]), or None for
+            0, 1, 2, ...
+        spans: where the windows are, if rows hold several: (row, first position, positions) of
+            each; None if each has a row of its own.
     """
 
     rows: torch.Tensor
     inputs_BT: torch.Tensor
     targets_BT: torch.Tensor
     scored_BT: torch.Tensor
-    positions_T: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    spans: tuple[tuple[int, int, int], ...] | None = None
 
     def part(self, context: ContextSplit | None) -> "Batch":
         """What this rank has of windows that several ranks share."""
@@ -36,9 +41,9 @@ class Batch:
             return self
         length = self.inputs_BT.shape[1]
         whole = (self.inputs_BT, self.targets_BT, self.scored_BT)
-        positions_T = context.positions(length).clamp_(max=length - 1)  # padding lies nowhere
+        positions = context.positions(length).clamp_(max=length - 1)  # padding lies nowhere
         inputs_BT, targets_BT, scored_BT = map(context.take, whole)
-        return Batch(self.rows, inputs_BT, targets_BT, scored_BT, positions_T)
+        return Batch(self.rows, inputs_BT, targets_BT, scored_BT, positions)
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``."""
@@ -49,45 +54,61 @@ class Batch:
             return tensor.pin_memory().to(device, non_blocking=True)
 
         whole = (self.rows, self.inputs_BT, self.targets_BT, self.scored_BT)
-        positions_T = None if self.positions_T is None else move(self.positions_T)
+        positions = None if self.positions is None else move(self.positions)
         rows, inputs_BT, targets_BT, scored_BT = map(move, whole)
-        return Batch(rows, inputs_BT, targets_BT, scored_BT, positions_T)
+        return Batch(rows, inputs_BT, targets_BT, scored_BT, positions, self.spans)
 
 
 def collate(
-    numbers: np.ndarray | None, windows: Windows, corpus: EncodedCorpus, protocol: Protocol
+    number: int | None,
+    plan: Plan,
+    windows: Windows,
+    corpus: EncodedCorpus,
+    protocol: Protocol,
 ) -> Batch:
-    """Tensors of the windows ``numbers``, or of the smallest batch that counts nothing.
+    """Tensors of one batch of a plan, or of the smallest batch that counts nothing.
 
     Args:
-        numbers: window numbers (int64 [B]); None gives one row of one position with nothing scored.
+        number: of the batch; None gives one row of one position with nothing scored.
+        plan: of the whole corpus.
         windows: of the whole corpus.
         corpus: gives the ids.
         protocol: gives the tokens of a document and what comes before a window.
     """
-    if numbers is None:
+    if number is None:
         nothing = torch.zeros((1, 1), dtype=torch.int64)
         rows = torch.empty(0, dtype=torch.int64)
         return Batch(rows, nothing, nothing, torch.zeros((1, 1), dtype=torch.bool))
-    width = int(windows.num_inputs[numbers].max())
-    inputs = np.zeros((len(numbers), width), dtype=np.int64)
-    targets = np.zeros_like(inputs)
+    numbers, row_of = plan.batches[number], plan.rows[number]
+    width = int(np.bincount(row_of, weights=windows.num_inputs[numbers]).max())
+    inputs = np.zeros((int(row_of[-1]) + 1, width), dtype=np.int64)
+    targets, positions = np.zeros_like(inputs), np.zeros_like(inputs)
     scored = np.zeros(inputs.shape, dtype=bool)
     texts = corpus.fetch(windows.document[numbers].tolist())
-    for row, number in enumerate(numbers):
-        start = int(windows.start[number])
-        stop = start + int(windows.num_tokens[number])
-        lead = [protocol.bos_id] if windows.has_lead[number] else []
-        read = protocol.read(texts[int(windows.document[number])], start, stop)
+    spans, begin = [], 0
+    for place, window in enumerate(numbers):
+        row = int(row_of[place])
+        begin = 0 if place == 0 or row != row_of[place - 1] else begin
+        start = int(windows.start[window])
+        stop = start + int(windows.num_tokens[window])
+        lead = [protocol.bos_id] if windows.has_lead[window] else []
+        read = protocol.read(texts[int(windows.document[window])], start, stop)
         tokens = np.concatenate([np.asarray(lead, dtype=np.int64), read])
         length = len(tokens) - 1
-        inputs[row, :length] = tokens[:-1]
-        targets[row, :length] = tokens[1:]
-        first_target = len(lead) + int(windows.num_skipped[number]) - 1
-        scored[row, first_target:length] = True
+        end = begin + length
+        inputs[row, begin:end] = tokens[:-1]
+        targets[row, begin:end] = tokens[1:]
+        positions[row, begin:end] = np.arange(length)
+        first_target = begin + len(lead) + int(windows.num_skipped[window]) - 1
+        scored[row, first_target:end] = True
+        spans.append((row, begin, length))
+        begin = end
+    packs = protocol.rule.packs
     return Batch(
         rows=torch.from_numpy(np.ascontiguousarray(numbers)),
         inputs_BT=torch.from_numpy(inputs),
         targets_BT=torch.from_numpy(targets),
         scored_BT=torch.from_numpy(scored),
+        positions=torch.from_numpy(positions) if packs else None,
+        spans=tuple(spans) if packs else None,
     )

@@ -16,12 +16,15 @@ class Plan:
     them: a forward row gives the same bits in the same batch on the same kind of machine.
 
     Attributes:
-        batches: window numbers (int64 [rows]) of each batch.
+        batches: window numbers (int64 [windows]) of each batch.
+        rows: for each batch the row of each of its windows (int64 [windows]). Without packing every
+            window has a row of its own.
         num_positions: input positions of each batch, padding included (int64 [batches]).
         fingerprint: hash of the windows and the batches.
     """
 
     batches: list[np.ndarray]
+    rows: list[np.ndarray]
     num_positions: np.ndarray
     fingerprint: str
 
@@ -29,38 +32,63 @@ class Plan:
         """Steps that every one of ``num_ranks`` data-parallel ranks runs."""
         return -(-len(self.batches) // num_ranks)
 
-    def batch_of(self, step: int, rank: int, num_ranks: int) -> np.ndarray | None:
-        """What data-parallel rank ``rank`` runs in ``step``.
+    def batch_of(self, step: int, rank: int, num_ranks: int) -> int | None:
+        """Which batch data-parallel rank ``rank`` runs in ``step``.
 
         Neighbours in the order of lengths share a step, so the ranks have nearly the same work.
 
         Returns:
-            Window numbers, or None in the last step of a rank for which no batch is left: it takes
-            part in the collectives of the step and counts nothing.
+            Its number, or None in the last step of a rank for which no batch is left: it takes part
+            in the collectives of the step and counts nothing.
         """
-        index = step * num_ranks + rank
-        return self.batches[index] if index < len(self.batches) else None
+        number = step * num_ranks + rank
+        return number if number < len(self.batches) else None
 
 
-def make_plan(windows: Windows, *, max_tokens_per_batch: int) -> Plan:
-    """Sort the windows by length and cut them into batches.
+def make_plan(
+    windows: Windows, *, max_tokens_per_batch: int, row_positions: int | None = None
+) -> Plan:
+    """Sort the windows by length, put them into rows, and cut these into batches.
 
     Args:
         windows: of the whole corpus.
-        max_tokens_per_batch: input positions of a batch at most, padding included. A window that
-            is longer is a batch of its own.
+        max_tokens_per_batch: input positions of a batch at most, padding included. A row that is
+            longer is a batch of its own.
+        row_positions: several windows share a row of so many positions; None: each has its own.
     """
-    num_inputs = windows.num_inputs
-    order = np.argsort(-num_inputs, kind="stable")
-    batches, positions = [], []
-    begin = 0
+    order = np.argsort(-windows.num_inputs, kind="stable")
+    lengths = windows.num_inputs[order]
+    row_of, row_lengths = _rows(lengths, row_positions)
+    batches, rows, positions = [], [], []
+    begin = first = 0
     while begin < len(order):
-        longest = int(num_inputs[order[begin]])
-        rows = max(1, max_tokens_per_batch // longest)
-        batch = order[begin : begin + rows]
-        batches.append(batch)
-        positions.append(len(batch) * longest)
-        begin += len(batch)
-    rows = np.asarray([len(batch) for batch in batches], dtype=np.int64)
-    content = (windows.document, windows.start, windows.num_tokens, windows.num_skipped, rows)
-    return Plan(batches, np.asarray(positions, dtype=np.int64), fingerprint.of_arrays(*content))
+        longest = int(row_lengths[first:].max()) if row_positions else int(lengths[begin])
+        last = first + max(1, max_tokens_per_batch // longest)
+        end = int(np.searchsorted(row_of, last))
+        batches.append(order[begin:end])
+        rows.append(row_of[begin:end] - first)
+        positions.append((int(row_of[end - 1]) - first + 1) * int(row_lengths[first:last].max()))
+        begin, first = end, last
+    counts = np.asarray([len(batch) for batch in batches], dtype=np.int64)
+    content = (windows.document, windows.start, windows.num_tokens, windows.num_skipped, counts)
+    packing = () if row_positions is None else rows
+    return Plan(
+        batches,
+        rows,
+        np.asarray(positions, dtype=np.int64),
+        fingerprint.of_arrays(*content, *packing),
+    )
+
+
+def _rows(lengths: np.ndarray, row_positions: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Row of each window, in order, and positions of each row."""
+    if row_positions is None:
+        return np.arange(len(lengths)), lengths
+    row_of = np.zeros(len(lengths), dtype=np.int64)
+    row_lengths: list[int] = []
+    for number, length in enumerate(lengths.tolist()):
+        if not row_lengths or row_lengths[-1] + length > row_positions:
+            row_lengths.append(0)
+        row_lengths[-1] += length
+        row_of[number] = len(row_lengths) - 1
+    return row_of, np.asarray(row_lengths, dtype=np.int64)

@@ -29,6 +29,7 @@ class Rule:
         separator: joins all texts into one stream, where the config says null; None keeps documents
             apart.
         strides: whether ``stride`` means something.
+        packs: several windows share a row of at most max_seq_len positions, blind to each other.
         opens_with_bos: a wanted BOS is a token of the document, scored once, not a lead of windows.
         count_words: of a text.
         quirks: what a reader has to know of the number, in sentences.
@@ -38,6 +39,7 @@ class Rule:
     max_seq_len: int = 1024
     separator: str | None = None
     strides: bool = False
+    packs: bool = False
     opens_with_bos: bool = False
     count_words: Callable[[str], int] = lambda text: len(text.split())
     quirks: tuple[str, ...] = ()
@@ -52,6 +54,7 @@ def _sliding(length: np.ndarray, protocol: "Protocol") -> Windows:
 RULES = {
     "document": Rule(_sliding, strides=True),
     "concat": Rule(_sliding, separator="\n\n"),
+    "packed": Rule(_sliding, packs=True),
     "hf_stride": Rule(
         _sliding,
         separator="\n\n",

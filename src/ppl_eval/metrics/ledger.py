@@ -1,6 +1,8 @@
 """Ledger: one row a window, written by one data-parallel rank, or in parts by the ranks that share
 the window."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -49,6 +51,25 @@ class Ledger:
         self.nll_nats_sum[rows_B] = nll_BT.sum(dim=1, dtype=torch.float64)
         self.nll_nats_squared_sum[rows_B] = nll_BT.square().sum(dim=1, dtype=torch.float64)
         self.num_writes[rows_B] += 1
+
+    def write_spans(
+        self,
+        rows_W: torch.Tensor,
+        spans: Sequence[tuple[int, int, int]],
+        nll_BT: torch.Tensor,
+        scored_BT: torch.Tensor,
+    ) -> None:
+        """Enter the results of a batch whose rows hold several windows.
+
+        Args:
+            rows_W: window numbers (int64).
+            spans: (row, first position, positions) of each.
+            nll_BT: NLL of each target, 0 where not scored.
+            scored_BT: which targets were scored (bool).
+        """
+        for rows_1, (row, begin, length) in zip(rows_W.split(1), spans, strict=True):
+            place = (slice(row, row + 1), slice(begin, begin + length))
+            self.write(rows_1, nll_BT[place], scored_BT[place])
 
     def assemble(self, group: dist.ProcessGroup | None) -> None:
         """Complete the rows on every rank.

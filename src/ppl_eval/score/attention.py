@@ -4,7 +4,7 @@ Where a mask is needed queries are taken in blocks, so that no mask or score mat
 keys ever exists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +86,31 @@ class SplitAttention:
         return torch.cat(attended, dim=2)
 
 
+@dataclass(frozen=True)
+class PackedAttention:
+    """:class:`CausalAttention` in rows that hold several windows, blind to each other."""
+
+    whole: CausalAttention
+    spans: Sequence[tuple[int, int, int]]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        """Attended values of q, k, v [B, H, T, K]; zero in the padding."""
+        _refuse_mask(mask)
+        attended = torch.zeros_like(q)
+        for row, begin, length in self.spans:
+            place = (slice(row, row + 1), slice(None), slice(begin, begin + length))
+            attended[place] = self.whole.attend(q[place], k[place], v[place])
+        return attended
+
+
 @contextmanager
 def attention_split(model: nn.Module, context: ContextSplit | None) -> Iterator[None]:
     """Within it, the attention of a decoder's layers expects this rank's part of a window.
@@ -100,34 +125,78 @@ def attention_split(model: nn.Module, context: ContextSplit | None) -> Iterator[
     if context is None:
         yield
         return
-    calls = check_attention(model, context.size)
-    before = [attention._attention_call for attention, _ in calls]
-    for attention, whole in calls:
-        repeats = attention.num_heads // attention.num_kv_heads
-        attention._attention_call = SplitAttention(whole, context, repeats)
+    calls = check_attention(model, f"parallel.cp is {context.size}", "parallel.cp=1")
+    split = [
+        SplitAttention(whole, context, attention.num_heads // attention.num_kv_heads)
+        for attention, whole in calls
+    ]
+    with _replaced([attention for attention, _ in calls], split):
+        yield
+
+
+@contextmanager
+def attention_packed(
+    model: nn.Module, spans: Sequence[tuple[int, int, int]] | None
+) -> Iterator[None]:
+    """Within it, the attention of a decoder's layers keeps the windows of a row apart.
+
+    Args:
+        model: a torchtune decoder; other modules cannot be told.
+        spans: (row, first position, positions) of each window; None changes nothing.
+
+    Raises:
+        UserError: a layer whose attention is not known.
+    """
+    if spans is None:
+        yield
+        return
+    calls = check_attention(model, "protocol.name is packed", "protocol.name=document")
+    packed = [PackedAttention(whole, spans) for _, whole in calls]
+    with _replaced([attention for attention, _ in calls], packed):
+        yield
+
+
+@contextmanager
+def _replaced(attentions: Sequence[Any], calls: Sequence[Any]) -> Iterator[None]:
+    before = [attention._attention_call for attention in attentions]
+    for attention, call in zip(attentions, calls, strict=True):
+        attention._attention_call = call
     try:
         yield
     finally:
-        for (attention, _), call in zip(calls, before, strict=True):
+        for attention, call in zip(attentions, before, strict=True):
             attention._attention_call = call
 
 
-def check_attention(model: nn.Module, cp: int) -> list[tuple[Any, CausalAttention]]:
-    """Each layer's attention, and what it computes with whole windows.
+def check_attention(model: nn.Module, why: str, instead: str) -> list[tuple[Any, CausalAttention]]:
+    """Each layer's attention, and what it computes with a window of its own.
+
+    Args:
+        model: a decoder.
+        why: it must be known, for the message.
+        instead: what to set, for the message.
 
     Raises:
         UserError: the model has no such layers, or masks in a way that is not known.
     """
     if not hasattr(model, "layers"):
         raise UserError(
-            f"parallel.cp is {cp}, but a {type(model).__name__} has no decoder layers whose"
-            " attention could be split: set parallel.cp=1"
+            f"{why}, but a {type(model).__name__} has no decoder layers whose attention could be"
+            f" told: set {instead}"
         )
     layers: Any = model.layers
-    return [(layer.attn, _known_call(layer.attn, cp)) for layer in layers]
+    found = []
+    for layer in layers:
+        call = _known_call(layer.attn)
+        if call is None:
+            raise UserError(
+                f"{why}, but how a {type(layer.attn).__name__} masks is not known: set {instead}"
+            )
+        found.append((layer.attn, call))
+    return found
 
 
-def _known_call(attention: Any, cp: int) -> CausalAttention:
+def _known_call(attention: Any) -> CausalAttention | None:
     call = getattr(attention, "_attention_call", None)
     kind = f"{type(attention).__module__}.{type(attention).__qualname__}"
     if kind == "torchtune.modules.attention.MultiHeadAttention" and attention.is_causal:
@@ -135,10 +204,7 @@ def _known_call(attention: Any, cp: int) -> CausalAttention:
             return call
         if getattr(call, "__module__", None) == "torchtune.modules.attention_utils":
             return CausalAttention()  # torchtune's own, which is plain
-    raise UserError(
-        f"parallel.cp is {cp}, but how a {type(attention).__name__} masks is not known: set"
-        " parallel.cp=1"
-    )
+    return None
 
 
 def _refuse_mask(mask: torch.Tensor | None) -> None:

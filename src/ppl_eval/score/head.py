@@ -55,7 +55,7 @@ def score(
     targets_BT: torch.Tensor,
     scored_BT: torch.Tensor,
     *,
-    positions_T: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     fp32_logits: bool = True,
 ) -> torch.Tensor:
     """NLL of every scored target, in one forward pass of ``model``.
@@ -71,7 +71,7 @@ def score(
         inputs_BT: token ids (int64).
         targets_BT: the token after each input (int64).
         scored_BT: which targets to score (bool); N of them, 0 on a rank that has only padding.
-        positions_T: places of the T inputs in their window (int64); None: 0, 1, 2, ...
+        positions: places of the inputs in their windows (int64 [T] or [B, T]); None: 0, 1, 2, ...
         fp32_logits: compute logits as ``hidden.float() @ weight.float().T``, also of a bf16 model.
             Its own bf16 product rounds each logit (0.015 nats rms for a token). False uses that.
 
@@ -87,7 +87,7 @@ def score(
         return _in_chunks(head.nll, hidden_ND, targets_N, head.largest_vocabulary)
 
     if hasattr(decoder, "unembed"):
-        options = {} if positions_T is None else {"input_pos": positions_T.unsqueeze(0)}
+        options = {} if positions is None else {"input_pos": positions.view(-1, inputs_BT.shape[1])}
         with _unembed_replaced(decoder, from_hidden):
             nll_N = model(inputs_BT, **options)
     else:
