@@ -23,6 +23,7 @@ from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
+from ppl_eval.metrics.positions import PositionLoss
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
@@ -178,6 +179,7 @@ def run(
     if context is not None and workload.protocol.rule.packs:
         raise UserError("packed rows are not shared: take cp=1, or the protocol document")
     ledger = Ledger(len(windows), device, num_parts=1 if context is None else context.size)
+    by_position = PositionLoss(device)
     running = Perplexity(device)
     was_training = model.training
     model.eval()
@@ -202,6 +204,7 @@ def run(
                     ledger.write(batch.rows, nll_BT, batch.scored_BT)
                 else:
                     ledger.write_spans(batch.rows, batch.spans, nll_BT, batch.scored_BT)
+                by_position.update(nll_BT, batch.scored_BT, batch.positions)
                 running.update(nll_BT, batch.scored_BT)
                 if check_every is not None and (step + 1) % check_every == 0:
                     _raise_if_not_finite(ledger, workload)
@@ -212,9 +215,12 @@ def run(
         model.train(was_training)
         reshard(model)
     ledger.assemble(loss_group)
+    by_position.assemble(loss_group)
     _raise_if_not_finite(ledger, workload)
     return Evaluation(
-        workload, ledger, summarise(workload.corpus, workload.protocol, windows, ledger)
+        workload,
+        ledger,
+        summarise(workload.corpus, workload.protocol, windows, ledger, by_position.rows()),
     )
 
 

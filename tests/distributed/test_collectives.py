@@ -65,7 +65,7 @@ BEFORE = [("allreduce_", n) for n in (2, 5 * 40)]
 
 
 def after(num_windows):
-    return [("allreduce_", n) for n in (num_windows, num_windows, 2 * num_windows)]
+    return [("allreduce_", n) for n in (num_windows, num_windows, 2 * num_windows, 48)]
 
 
 def test_tensor_parallel():

@@ -126,6 +126,17 @@ def test_results_and_table(tune, held_out):
     assert content["intervals_95_bootstrap"]["bits_per_byte"][0] < metrics["bits_per_byte"]
     iid_low, iid_high = content["intervals_95_token_iid"]["token_perplexity"]
     assert low < iid_low < iid_high < high
+    for section in ("loss_by_position", "loss_by_document_length"):
+        assert sum(row["scored_tokens"] for row in content[section]) == num_tokens
+        sums = [row["scored_tokens"] * row["nll_nats_per_token"] for row in content[section]]
+        assert math.fsum(sums) == pytest.approx(nll, rel=1e-12)
+    # with little context the next token is hard to guess
+    by_position = content["loss_by_position"]
+    assert [row["context_tokens"][0] for row in by_position] == [2**n for n in range(8)]
+    assert by_position[0]["nll_nats_per_token"] > 2 * by_position[-1]["nll_nats_per_token"]
+    macro = math.fsum(part["metrics"]["bits_per_byte"] for part in parts) / 3
+    assert content["macro"]["bits_per_byte"] == pytest.approx(macro, rel=1e-12)
+    assert content["macro"]["domains"] == 3
     assert counts["characters"] == sum(len(text["text"]) for text in texts)
     assert "\r" not in err  # no progress bar where nobody looks
 

@@ -104,6 +104,22 @@ def test_compare(ppl_eval, tmp_path):
         "note: the tokenizers differ: compare byte ppl and bits/byte, not token ppl".split()
     ]
     assert len(ppl_eval("compare", "one", "--domains")[1].splitlines()) == 4
+    for name, nlls in (("one", [10.0, 21.0, 33.0]), ("two", [12.0, 22.0, 36.0])):
+        rows = [
+            {"nll_nats_sum": nll, "scored_tokens": 10 * n, "bytes": 50 * n}
+            for n, nll in enumerate(nlls, 1)
+        ]
+        (tmp_path / name / "documents.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    # by byte, since the tokenizers differ: exp((2 + 1 + 3) / (50 + 100 + 150))
+    by_byte = ppl_eval("compare", "one", "two")[1].splitlines()[4]
+    assert by_byte.startswith(f"two against one: byte ppl x {math.exp(6 / 300):.4f}, 95 % ")
+    (tmp_path / "two" / "results.json").write_text(json.dumps(result(6.5)))
+    by_token = ppl_eval("compare", "one", "two")[1].splitlines()[4]
+    assert by_token.startswith(f"two against one: token ppl x {math.exp(6 / 60):.4f}, 95 % ")
+    low, high = (float(by_token.split()[n]) for n in (9, 11))
+    assert low < math.exp(0.1) < high
+    (tmp_path / "two" / "results.json").write_text(json.dumps(result(6.5, data="z")))
+    assert "against" not in ppl_eval("compare", "one", "two")[1]
     (tmp_path / "two" / "results.json").write_text('{"schema_version": 1}')
     assert "lacks counts, domains" in ppl_eval("compare", "two")[2]
     (tmp_path / "two" / "results.json").write_text("{")

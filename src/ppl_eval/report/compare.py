@@ -1,16 +1,21 @@
 """Several results side by side, and what keeps them from being comparable."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ppl_eval.errors import UserError
+from ppl_eval.metrics.intervals import paired_log_ratio
 from ppl_eval.report.tables import result_rows, result_table
 
 
 def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
-    """A table with a row for each run, and a line for each reason not to compare them.
+    """A table with a row for each run, how each differs from the first on the same documents, and a
+    line for each reason not to compare them.
 
     Args:
         paths: output folders, or results.json files.
@@ -24,8 +29,46 @@ def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
     rows = []
     for content, name in zip(contents, names, strict=True):
         rows += result_rows(content, name, with_domains=with_domains)
-    table = result_table(rows)
-    return "\n".join([table, *(f"note: {note}" for note in notes(contents))])
+    lines = [result_table(rows)]
+    for path, content, name in list(zip(paths, contents, names, strict=True))[1:]:
+        difference = paired(contents[0], paths[0], content, path)
+        if difference is not None:
+            lines.append(f"{name} against {names[0]}: {difference}")
+    return "\n".join([*lines, *(f"note: {note}" for note in notes(contents))])
+
+
+def paired(
+    first: dict[str, Any], first_path: Path, other: dict[str, Any], path: Path
+) -> str | None:
+    """How ``other`` differs from ``first`` on the same documents, with its 95 % interval.
+
+    By token where both have the same tokenizer, else by byte. None where texts or protocol differ,
+    where a documents.jsonl is missing, and for fewer than two documents.
+    """
+    prints = first["fingerprints"], other["fingerprints"]
+    if any(prints[0][key] != prints[1][key] for key in ("data", "protocol")):
+        return None
+    rows = _documents(first_path), _documents(path)
+    if not rows[0] or len(rows[0]) != len(rows[1]):
+        return None
+    nll, other_nll = (np.asarray([row["nll_nats_sum"] for row in table]) for table in rows)
+    same = prints[0]["tokenizer"] == prints[1]["tokenizer"]
+    key, unit = ("scored_tokens", "token") if same else ("bytes", "byte")
+    weight = np.asarray([row[key] for row in rows[0]])
+    ratio, interval = paired_log_ratio(other_nll, nll, weight)
+    if interval is None:
+        return None
+    low, high = (math.exp(end) for end in interval)
+    return f"{unit} ppl x {math.exp(ratio):.4f}, 95 % {low:.4f} to {high:.4f} (paired by document)"
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    """The lines of the documents.jsonl beside a results.json; none if there is no such file."""
+    file = (path if path.is_dir() else path.parent) / "documents.jsonl"
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -189,6 +189,7 @@ class Summary:
         total: of all documents.
         domains: of those of each domain.
         documents: the table.
+        by_position: loss by number of tokens before; see :class:`PositionLoss`.
         hf_perplexity: what the loop in transformers' documentation gives for these windows
             (``hf_stride`` only).
     """
@@ -196,11 +197,16 @@ class Summary:
     total: Totals
     domains: dict[str, Totals]
     documents: DocumentTable
+    by_position: list[dict[str, Any]]
     hf_perplexity: float | None = None
 
 
 def summarise(
-    corpus: EncodedCorpus, protocol: Protocol, windows: Windows, ledger: Ledger
+    corpus: EncodedCorpus,
+    protocol: Protocol,
+    windows: Windows,
+    ledger: Ledger,
+    by_position: list[dict[str, Any]],
 ) -> Summary:
     """Derive everything that is reported from an assembled ledger.
 
@@ -232,6 +238,7 @@ def summarise(
         total=_total(table, everything),
         domains={name: _total(table, np.asarray(by_domain[name])) for name in sorted(by_domain)},
         documents=table,
+        by_position=by_position,
         hf_perplexity=(
             _hf_perplexity(protocol, windows, ledger) if protocol.name == "hf_stride" else None
         ),
@@ -299,7 +306,53 @@ def results(summary: Summary, *, resamples: int = 0, seed: int = 0, **more: Any)
             name: {"counts": part.counts(), "metrics": part.metrics()}
             for name, part in summary.domains.items()
         },
+        "macro": _macro(list(summary.domains.values())),
+        "loss_by_position": summary.by_position,
+        "loss_by_document_length": _by_length(summary.documents),
     }
+
+
+def _macro(domains: list[Totals]) -> dict[str, Any] | None:
+    """Every domain weighs the same: means of the loss per unit, then exp; null without domains."""
+    if not domains:
+        return None
+
+    def mean(unit: str) -> float:
+        ratios = [_ratio(part.nll_nats_sum, getattr(part, unit)) for part in domains]
+        whole = unit == "num_scored" or all(part.is_whole for part in domains)
+        return math.fsum(ratios) / len(ratios) if whole else math.nan
+
+    values = {
+        "token_perplexity": exp_or_inf(mean("num_scored")),
+        "word_perplexity": exp_or_inf(mean("num_words")),
+        "byte_perplexity": exp_or_inf(mean("num_bytes")),
+        "bits_per_byte": mean("num_bytes") / math.log(2),
+        "bits_per_character": mean("num_characters") / math.log(2),
+    }
+    return {
+        "domains": len(domains),
+        **{name: value if math.isfinite(value) else None for name, value in values.items()},
+    }
+
+
+def _by_length(table: DocumentTable) -> list[dict[str, Any]]:
+    """Loss of documents of 1, 2 to 3, 4 to 7, ... tokens."""
+    rows = []
+    longest = int(table.num_tokens.max(initial=0))
+    for power in range(longest.bit_length()):
+        inside = (table.num_tokens >> power == 1) & (table.num_scored > 0)
+        count = int(table.num_scored[inside].sum())
+        if count:
+            nll = math.fsum(table.nll_nats_sum[inside])
+            rows.append(
+                {
+                    "document_tokens": [2**power, 2 ** (power + 1) - 1],
+                    "documents": int(inside.sum()),
+                    "scored_tokens": count,
+                    "nll_nats_per_token": nll / count,
+                }
+            )
+    return rows
 
 
 def _intervals(summary: Summary, resamples: int, seed: int) -> dict[str, Any]:
