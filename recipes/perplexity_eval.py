@@ -84,6 +84,8 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 components.need(
                     self.metric_logger, "metric_logger", "log_dict", "log_config", "close"
                 )
+        for warning in self.ready.warnings:
+            logger.warning("warning: %s", warning)
         logger.info(tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size))
         with self.timer.phase("load"):
             if self.meshes is not None:

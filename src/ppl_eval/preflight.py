@@ -1,6 +1,6 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ppl_eval import components, evaluation, planner
 from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
-from ppl_eval.data.protocol import RULES, make_protocol
+from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
 from ppl_eval.model.agree import check_against_config, config_of
@@ -40,6 +40,7 @@ class Preflight:
         checkpoint_dtype: what most of the checkpoint's numbers are.
         tokenizer: the text's.
         workload: documents, windows and plan.
+        warnings: what a user should hear before the run, one sentence each.
     """
 
     checkpointer: Mapping[str, Any]
@@ -49,6 +50,7 @@ class Preflight:
     checkpoint_dtype: str
     tokenizer: TextTokenizer
     workload: evaluation.Workload
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(
@@ -98,7 +100,19 @@ def prepare(
         vocab_size=evaluation.vocab_size_of(model),
         group=group,
     )
-    return Preflight(checkpointer, model, source, convert, checkpoint_dtype, tokenizer, workload)
+    warnings = tuple(_bos_warnings(config, protocol))
+    return Preflight(
+        checkpointer, model, source, convert, checkpoint_dtype, tokenizer, workload, warnings
+    )
+
+
+def _bos_warnings(config: Mapping[str, Any], protocol: Protocol) -> Iterator[str]:
+    family = str(config.get("model_type"))
+    if family in ("gemma", "gemma2") and protocol.bos_id is None:
+        yield (
+            f"{family} needs a BOS before every window, and this run gives none: its loss will be"
+            " far too high; set protocol.add_bos=true"
+        )
 
 
 def fingerprints(ready: Preflight, cfg: EvalConfig) -> dict[str, str]:
@@ -151,7 +165,8 @@ def describe(args: Sequence[str], num_processes: int) -> str:
         f" {plan.num_positions.max():,} positions, {tables.padding(workload):.1%} padding",
         "mesh": f"{dims}, {num_processes} processes: {plan.num_steps(dims.batch_size):,} steps",
     }
-    return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
+    warnings = [f"warning: {warning}" for warning in ready.warnings]
+    return "\n".join([*(f"{name:<10}{text}" for name, text in lines.items()), *warnings])
 
 
 def _gib(num_bytes: float) -> str:

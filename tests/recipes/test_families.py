@@ -231,3 +231,24 @@ _SMALL = {
     **{"vocab_size": 50, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 48},
     **{"intermediate_dim": 80, "max_seq_len": 64},
 }
+
+
+def test_gemma_without_a_bos_gets_a_warning(tmp_path, monkeypatch):
+    """F1: with BOS its first tokens are scored as well, one more for each document."""
+    from ppl_eval import preflight
+
+    families.write("gemma", tmp_path)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("Ada lived.", "A bill: 3.")))
+    base = ["--config", "auto_ppl_eval", f"checkpoint_dir={tmp_path}", "protocol.max_seq_len=96"]
+    base.append(f"dataset.data_files={texts}")
+    scored = {}
+    for bos in ("true", "false"):
+        cfg = load_config([*base, f"protocol.add_bos={bos}"])
+        ready = preflight.prepare(cfg, torch.float32)
+        scored[bos] = int(ready.workload.windows.num_scored.sum())
+        assert len(ready.warnings) == (bos == "false")
+    assert scored["true"] == scored["false"] + 2
+    assert "gemma needs a BOS before every window" in ready.warnings[0]
+    described = preflight.describe([*base, "protocol.add_bos=false"], 1)
+    assert "warning: gemma needs a BOS" in described.splitlines()[-1]
