@@ -10,6 +10,7 @@ runs it, with the same configs.
 from ppl_eval import components, evaluation, launch, preflight
 from ppl_eval.config import EvalConfig, parse
 from ppl_eval.errors import LimitExceeded
+from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.load import load
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
@@ -20,6 +21,7 @@ from ppl_eval.report import environment, tables
 from ppl_eval.report.output import make_output_dir
 from ppl_eval.report.progress import ProgressBar, Timer
 from ppl_eval.report.results import over_limits, results, write_results
+from ppl_eval.report.tokens import write_tokens
 
 import dataclasses
 import logging
@@ -117,6 +119,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             if bar is not None:
                 bar.update(progress.step, progress.num_steps, progress.num_scored, progress.running)
 
+        records = TokenRecords() if cfg.save_tokens else None
         with self.timer.phase("evaluate"):
             result = evaluation.run(
                 self.model,
@@ -126,10 +129,15 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 loss_group=None if meshes is None else meshes.loss.get_group(),
                 cp_group=None if meshes is None else meshes.cp.get_group(),
                 fp32_logits=cfg.logits_dtype == "fp32",
+                records=records,
                 on_step=on_step,
                 check_every=cfg.log_every_n_steps,
             )
         peak = peak_memory_gib(self.device, process_group.world())
+        if records is not None:
+            tokens = records.gather(None if meshes is None else meshes.loss.get_group())
+            if self.ranks.rank == 0:
+                write_tokens(self.output_dir, self.workload, *tokens)
         if bar is not None:
             bar.close()
             self.report(result, peak if cfg.log_peak_memory_stats else None)

@@ -87,6 +87,7 @@ class EvalConfig:
     max_tokens_per_batch: int = 8192
     max_documents: int | None = None
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
+    save_tokens: bool = False
     fail_if: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     process_group: ProcessGroupConfig = field(default_factory=ProcessGroupConfig)

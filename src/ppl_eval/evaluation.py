@@ -24,6 +24,7 @@ from ppl_eval.errors import UserError
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
 from ppl_eval.metrics.positions import PositionLoss
+from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
@@ -145,6 +146,7 @@ def run(
     loss_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     fp32_logits: bool = True,
+    records: TokenRecords | None = None,
     on_step: Callable[[Progress], None] | None = None,
     check_every: int | None = None,
 ) -> Evaluation:
@@ -160,6 +162,7 @@ def run(
             None for this rank alone.
         cp_group: ranks that share a window; None where none is shared.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
+        records: filled with every token that this rank scores.
         on_step: called on this rank after every step.
         check_every: steps between looks for a NaN or infinite loss among this rank's own (each
             waits for the device). Only a rank that has one raises, so give it where such an error
@@ -204,6 +207,9 @@ def run(
                     ledger.write(batch.rows, nll_BT, batch.scored_BT)
                 else:
                     ledger.write_spans(batch.rows, batch.spans, nll_BT, batch.scored_BT)
+                if records is not None:
+                    where = (batch.document_BT, batch.token_BT)
+                    records.update(*where, nll_BT, batch.scored_BT)
                 by_position.update(nll_BT, batch.scored_BT, batch.positions)
                 running.update(nll_BT, batch.scored_BT)
                 if check_every is not None and (step + 1) % check_every == 0:

@@ -485,3 +485,42 @@ def test_one_document_has_no_interval(tune):
     assert code == 0
     assert set(results()["intervals_95"].values()) == {None}
     assert "interval" not in out
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        ["protocol.add_eos=true"],
+        ["protocol.max_seq_len=50", "protocol.stride=20", "protocol.add_bos=false"],
+        ["protocol.name=packed", "protocol.max_seq_len=90"],
+        ["protocol.name=lm_eval_rolling", "protocol.max_seq_len=40"],
+        ["protocol.name=llama_cpp", "protocol.max_seq_len=64"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_the_records_of_tokens_add_up(tune, held_out, protocol):
+    import pyarrow.parquet as pq
+
+    assert tune("max_documents=20", "save_tokens=true", *protocol)[0] == 0
+    table = pq.read_table("out/tiny_ppl_eval/tokens.parquet").to_pydict()
+    content, documents = results(), rows()
+    assert sum(table["scored"]) == content["counts"]["scored_tokens"]
+    scored = [nll for nll in table["nll_nats"] if nll is not None]
+    assert len(scored) == sum(table["scored"])
+    assert math.fsum(scored) == pytest.approx(content["metrics"]["nll_nats_sum"], rel=1e-13)
+    reasons = content["counts"]["not_scored"]
+    not_scored = reasons["no_context"] + reasons["context_only"] + reasons["truncated"]
+    assert len(table["scored"]) - len(scored) == not_scored
+    tokenizer = hf_tokenizer(str(shipped.embedded_path("tiny_student")))
+    texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()[:20]]
+    texts = texts if len(documents) == 20 else ["\n".join(texts)]
+    for number, (text, row) in enumerate(zip(texts, documents, strict=True)):
+        mine = [n for n, d in enumerate(table["document"]) if d == number]
+        assert [table["position"][n] for n in mine] == list(range(len(mine)))
+        ids = [table["token_id"][n] for n in mine]
+        opening = [1] if "lm_eval_rolling" in protocol[0] else []
+        closing = [2] if "add_eos" in protocol[0] else []
+        assert ids == [*opening, *tokenizer.encode(text, False, False), *closing]
+        nlls = [table["nll_nats"][n] for n in mine if table["scored"][n]]
+        assert len(nlls) == row["scored_tokens"]
+        assert math.fsum(nlls) == pytest.approx(row["nll_nats_sum"], rel=1e-13)

@@ -187,3 +187,28 @@ def test_a_recipe_of_torchtune_takes_our_tokenizer_and_we_measure_what_it_wrote(
         content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
         losses.append(content["metrics"]["nll_nats_per_token"])
     assert losses[1] < losses[0]
+
+
+def test_records_of_tokens_from_every_mesh(tmp_path):
+    """The same tokens, and their NLL to fp32, wherever they were scored."""
+    import pyarrow.parquet as pq
+
+    tables = []
+    for name, processes, mesh in (
+        ("alone", 1, []),
+        ("dp", 2, []),
+        ("cp_tp", 4, ["parallel.cp=2", "parallel.tp=2"]),
+    ):
+        options = ("max_documents=12", "save_tokens=true", f"output_dir={name}", *mesh)
+        done = tune_run(
+            *("ppl_eval", "--config", "tiny_ppl_eval", *options),
+            cwd=tmp_path,
+            num_processes=processes,
+        )
+        assert done.returncode == 0, done.stderr
+        tables.append(pq.read_table(tmp_path / name / "tokens.parquet"))
+    assert tables[1].equals(tables[0])
+    for column in ("document", "position", "token_id", "scored"):
+        assert tables[2][column].equals(tables[0][column])
+    nlls = zip(tables[2]["nll_nats"].to_pylist(), tables[0]["nll_nats"].to_pylist(), strict=True)
+    assert all(one == pytest.approx(two, abs=1e-4) for one, two in nlls)

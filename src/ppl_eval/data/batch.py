@@ -1,6 +1,7 @@
 """Batch: the tensors of one forward pass."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ class Batch:
             by a scored position, since attention is causal.
         targets_BT: the token after each input (int64); 0 where there is none.
         scored_BT: which targets count (bool).
+        document_BT: document of each target (int64).
+        token_BT: place of each target among the document's tokens (int64).
         positions: places of the inputs in their windows (int64 [T] or [B, T]), or None for
             0, 1, 2, ...
         spans: where the windows are, if rows hold several: (row, first position, positions) of
@@ -32,6 +35,8 @@ class Batch:
     inputs_BT: torch.Tensor
     targets_BT: torch.Tensor
     scored_BT: torch.Tensor
+    document_BT: torch.Tensor
+    token_BT: torch.Tensor
     positions: torch.Tensor | None = None
     spans: tuple[tuple[int, int, int], ...] | None = None
 
@@ -40,10 +45,8 @@ class Batch:
         if context is None:
             return self
         length = self.inputs_BT.shape[1]
-        whole = (self.inputs_BT, self.targets_BT, self.scored_BT)
         positions = context.positions(length).clamp_(max=length - 1)  # padding lies nowhere
-        inputs_BT, targets_BT, scored_BT = map(context.take, whole)
-        return Batch(self.rows, inputs_BT, targets_BT, scored_BT, positions)
+        return self._with(context.take, positions)
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``."""
@@ -53,10 +56,16 @@ class Batch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.pin_memory().to(device, non_blocking=True)
 
-        whole = (self.rows, self.inputs_BT, self.targets_BT, self.scored_BT)
         positions = None if self.positions is None else move(self.positions)
-        rows, inputs_BT, targets_BT, scored_BT = map(move, whole)
-        return Batch(rows, inputs_BT, targets_BT, scored_BT, positions, self.spans)
+        return replace(self._with(move, positions), rows=move(self.rows))
+
+    def _with(
+        self, change: Callable[[torch.Tensor], torch.Tensor], positions: torch.Tensor | None
+    ) -> "Batch":
+        """The same windows, their [B, T] tensors changed."""
+        names = ("inputs_BT", "targets_BT", "scored_BT", "document_BT", "token_BT")
+        changed = {name: change(getattr(self, name)) for name in names}
+        return replace(self, positions=positions, **changed)
 
 
 def collate(
@@ -78,11 +87,13 @@ def collate(
     if number is None:
         nothing = torch.zeros((1, 1), dtype=torch.int64)
         rows = torch.empty(0, dtype=torch.int64)
-        return Batch(rows, nothing, nothing, torch.zeros((1, 1), dtype=torch.bool))
+        scored_nothing = torch.zeros((1, 1), dtype=torch.bool)
+        return Batch(rows, nothing, nothing, scored_nothing, nothing, nothing)
     numbers, row_of = plan.batches[number], plan.rows[number]
     width = int(np.bincount(row_of, weights=windows.num_inputs[numbers]).max())
     inputs = np.zeros((int(row_of[-1]) + 1, width), dtype=np.int64)
     targets, positions = np.zeros_like(inputs), np.zeros_like(inputs)
+    documents, places = np.zeros_like(inputs), np.zeros_like(inputs)
     scored = np.zeros(inputs.shape, dtype=bool)
     texts = corpus.fetch(windows.document[numbers].tolist())
     spans, begin = [], 0
@@ -99,6 +110,8 @@ def collate(
         inputs[row, begin:end] = tokens[:-1]
         targets[row, begin:end] = tokens[1:]
         positions[row, begin:end] = np.arange(length)
+        documents[row, begin:end] = windows.document[window]
+        places[row, begin:end] = np.arange(length) + start + 1 - len(lead)
         first_target = begin + len(lead) + int(windows.num_skipped[window]) - 1
         scored[row, first_target:end] = True
         spans.append((row, begin, length))
@@ -109,6 +122,8 @@ def collate(
         inputs_BT=torch.from_numpy(inputs),
         targets_BT=torch.from_numpy(targets),
         scored_BT=torch.from_numpy(scored),
+        document_BT=torch.from_numpy(documents),
+        token_BT=torch.from_numpy(places),
         positions=torch.from_numpy(positions) if packs else None,
         spans=tuple(spans) if packs else None,
     )
