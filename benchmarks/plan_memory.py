@@ -130,12 +130,9 @@ def rank_main(
             getattr(parameter, "_local_tensor", parameter).normal_(std=0.05)
     dist.barrier()
     parameters = rss_anon() - base
-    whole = Batch(
-        torch.arange(rows),
-        torch.randint(0, 32_000, (rows, length)),
-        torch.randint(0, 32_000, (rows, length)),
-        torch.ones(rows, length, dtype=torch.bool),
-    )
+    tokens = torch.randint(0, 32_000, (rows, length))
+    every = torch.ones(rows, length, dtype=torch.bool)
+    whole = Batch(torch.arange(rows), tokens, tokens, every, tokens, tokens)
     context = ContextSplit.of(meshes.cp.get_group())
     batch = whole.part(context)
     with Peak() as peak, torch.no_grad(), attention_split(model, context):

@@ -98,7 +98,8 @@ def measure(rank, world_size, vocabulary, dtype, num_rows, length):
             shard.data.normal_(std=0.05)
             parameters += shard.numel() * shard.element_size()
         tokens = torch.randint(0, vocabulary, (num_rows, length))
-        whole = Batch(torch.arange(num_rows), tokens, tokens, torch.ones_like(tokens).bool())
+        every = torch.ones_like(tokens).bool()
+        whole = Batch(torch.arange(num_rows), tokens, tokens, every, tokens, tokens)
         context = ContextSplit.of(meshes.cp.get_group())
         batch = whole.part(context)
 
