@@ -217,6 +217,9 @@ def to_config(content: DictConfig) -> EvalConfig:
     """
     plain: Any = OmegaConf.to_container(content, resolve=False)
     _check_keys(plain, EvalConfig)
+    if isinstance(plain.get("dataset"), list):
+        content = OmegaConf.create({**plain, "dataset": _named(plain["dataset"])})
+        plain = OmegaConf.to_container(content, resolve=False)
     if not plain.get("metric_logger"):
         content = OmegaConf.create({**plain, "metric_logger": _DEFAULT_LOGGER})
     _register_resolver()
@@ -232,7 +235,25 @@ def to_config(content: DictConfig) -> EvalConfig:
     _fill_in_checkpointer(config.checkpointer)
     for key in COMPONENTS:
         components.check(getattr(config, key), key)
+    for name, node in config.dataset.get("corpora", {}).items():
+        components.check(node, f"dataset {name}")
     return config
+
+
+def _named(datasets: list[Any]) -> dict[str, Any]:
+    """A list of data sets with names as one component."""
+    corpora: dict[str, Any] = {}
+    for node in datasets:
+        if not isinstance(node, dict) or not isinstance(node.get("name"), str):
+            raise UserError(
+                f"config: dataset is a list, and one of it is {node!r:.80}, but each is a data set"
+                " with a name and a _component_"
+            )
+        rest = {key: value for key, value in node.items() if key != "name"}
+        if node["name"] in corpora:
+            raise UserError(f"config: two of dataset are called {node['name']}: names differ")
+        corpora[node["name"]] = {"_component_": "ppl_eval.data.text_corpus", **rest}
+    return {"_component_": "ppl_eval.data.named_corpora", "corpora": corpora}
 
 
 def _register_resolver() -> None:

@@ -524,3 +524,43 @@ def test_the_records_of_tokens_add_up(tune, held_out, protocol):
         nlls = [table["nll_nats"][n] for n in mine if table["scored"][n]]
         assert len(nlls) == row["scored_tokens"]
         assert math.fsum(nlls) == pytest.approx(row["nll_nats_sum"], rel=1e-13)
+
+
+def test_several_data_sets_with_names(tune, tmp_path, held_out):
+    """Each is a domain, and one stream of its own where texts are joined."""
+    lines = held_out.read_text().splitlines()[:9]
+    plain = [json.dumps({"text": json.loads(line)["text"]}) for line in lines[5:]]
+    (tmp_path / "held.jsonl").write_text("\n".join(lines[:5]))
+    (tmp_path / "mine.jsonl").write_text("\n".join(plain))
+    shipped_config = shipped.config_path("tiny_ppl_eval").read_text()
+    head, rest = shipped_config.split("\ndataset:\n")
+    named = """
+dataset:
+  - {name: held, data_files: held.jsonl}
+  - {name: mine, _component_: ppl_eval.data.text_corpus, data_files: mine.jsonl}
+"""
+    (tmp_path / "both.yaml").write_text(head + named + rest[rest.index("\nprotocol:") :])
+    assert tune(config="both.yaml")[0] == 0
+    content, table = results(), rows()
+    assert [row["domain"] for row in table[5:]] == ["mine"] * 4
+    assert all(row["domain"].startswith("held/") for row in table[:5])
+    assert set(content["domains"]) == {row["domain"] for row in table}
+    assert content["counts"]["documents"] == 9
+    assert tune("max_documents=2", config="both.yaml")[0] == 0
+    assert [row["bytes"] for row in rows()] == [table[n]["bytes"] for n in (0, 1, 5, 6)]
+    code, out, _ = tune("protocol.name=concat", config="both.yaml")
+    assert code == 0
+    assert [(row["id"], row["domain"]) for row in rows()] == [("held", "held"), ("mine", "mine")]
+    assert results()["domains"]["held"]["counts"]["documents"] == 1
+    assert "text      held, mine" in out
+
+    for fault, message in (
+        ("{name: mine, data_file: x}", "unknown config key dataset mine.data_file"),
+        ("{data_files: x}", "each is a data set with a name"),
+        ("{name: held, data_files: x}", "two of dataset are called held"),
+    ):
+        broken = named.replace(named.splitlines()[-1], f"  - {fault}")
+        (tmp_path / "bad.yaml").write_text(head + broken + rest[rest.index("\nprotocol:") :])
+        code, _, err = tune(config="bad.yaml")
+        assert code == 1
+        assert message in err

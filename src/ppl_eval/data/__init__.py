@@ -1,7 +1,7 @@
 """Text -> documents -> windows -> batches, and the components that a config names."""
 
-from ppl_eval.data.corpus import text_corpus
+from ppl_eval.data.corpus import named_corpora, text_corpus
 from ppl_eval.data.documents import Document
 from ppl_eval.data.tokenizer import hf_tokenizer
 
-__all__ = ["Document", "hf_tokenizer", "text_corpus"]
+__all__ = ["Document", "hf_tokenizer", "named_corpora", "text_corpus"]

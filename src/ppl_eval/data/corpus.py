@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppl_eval import fingerprint
-from ppl_eval.data.documents import Corpus
+from ppl_eval import components, fingerprint
+from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
 from ppl_eval.errors import UserError
 
 _LOADERS = {
@@ -122,6 +122,22 @@ def text_corpus(
         id_column,
         found.name,
         explain=lambda error: _explain(found, error),
+    )
+
+
+def named_corpora(corpora: Mapping[str, Mapping[str, Any]]) -> NamedCorpora:
+    """Config component: several data sets in one run, each with a name that is its domain.
+
+    A config's ``dataset`` that is a list of components with names becomes this.
+
+    Args:
+        corpora: name -> component of a data set.
+    """
+    return NamedCorpora(
+        {
+            name: as_documents(components.build(node, f"dataset {name}"))
+            for name, node in corpora.items()
+        }
     )
 
 

@@ -1,7 +1,7 @@
 """Documents: texts with what their rows say about them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, overload
 
@@ -90,6 +90,59 @@ class Corpus(Sequence[Document]):
         )
 
 
+class NamedCorpora(Sequence[Document]):
+    """Several data sets as one corpus; the name of each is the domain of its documents.
+
+    A row that has a domain itself gets ``NAME/DOMAIN``.
+
+    Args:
+        parts: name -> documents.
+    """
+
+    def __init__(self, parts: Mapping[str, Sequence[Document]]) -> None:
+        self.parts = dict(parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+    def first(self, count: int) -> "NamedCorpora":
+        """The first ``count`` documents of each data set."""
+        return NamedCorpora({name: _first(part, count) for name, part in self.parts.items()})
+
+    def labels(self) -> list[tuple[str | int | None, str | None]]:
+        """(id, domain) of every row, without reading the texts."""
+        return [
+            (row_id, _below(name, domain))
+            for name, part in self.parts.items()
+            for row_id, domain in labels(part)
+        ]
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        for name, part in self.parts.items():
+            if number < len(part):
+                document = part[number]
+                return replace(document, domain=_below(name, document.domain))
+            number -= len(part)
+        raise IndexError(index)
+
+
+def _below(name: str, domain: str | None) -> str:
+    return name if domain is None else f"{name}/{domain}"
+
+
+def _first(documents: Sequence[Document], count: int) -> Sequence[Document]:
+    if isinstance(documents, Corpus | NamedCorpora):
+        return documents.first(count)
+    return documents[:count]
+
+
 def as_documents(rows: Iterable[Any], max_documents: int | None = None) -> Sequence[Document]:
     """Documents from whatever a caller or a dataset component offers.
 
@@ -106,7 +159,7 @@ def as_documents(rows: Iterable[Any], max_documents: int | None = None) -> Seque
             f"the documents are one {type(rows).__name__}, but a list or another iterable of"
             " texts, mappings with 'text', or Documents is needed"
         )
-    if isinstance(rows, Corpus):
+    if isinstance(rows, Corpus | NamedCorpora):
         documents = rows if max_documents is None else rows.first(max_documents)
     else:
         documents = [_as_document(n, row) for n, row in enumerate(islice(rows, max_documents))]
@@ -117,7 +170,7 @@ def as_documents(rows: Iterable[Any], max_documents: int | None = None) -> Seque
 
 def labels(documents: Sequence[Document]) -> list[tuple[str | int | None, str | None]]:
     """(id, domain) of every document."""
-    if isinstance(documents, Corpus):
+    if isinstance(documents, Corpus | NamedCorpora):
         return documents.labels()
     return [(document.id, document.domain) for document in documents]
 

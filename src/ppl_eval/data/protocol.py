@@ -13,7 +13,7 @@ import numpy as np
 
 from ppl_eval import components, fingerprint
 from ppl_eval.data import windows
-from ppl_eval.data.documents import Document
+from ppl_eval.data.documents import Document, NamedCorpora
 from ppl_eval.data.tokenizer import TextTokenizer, wants_bos
 from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
@@ -183,10 +183,14 @@ class Protocol:
         return np.concatenate([*parts])
 
     def joined(self, documents: Sequence[Document]) -> Sequence[Document]:
-        """The documents, or all of them as one."""
+        """The documents, or all of each data set as one."""
         if self.separator is None:
             return documents
-        return [Document(self.separator.join(document.text for document in documents))]
+        parts = documents.parts if isinstance(documents, NamedCorpora) else {None: documents}
+        return [
+            Document(self.separator.join(document.text for document in part), name, name)
+            for name, part in parts.items()
+        ]
 
     def describe(self) -> dict[str, Any]:
         """The ``protocol`` of results.json."""

@@ -79,7 +79,9 @@ def describe_run(content: Mapping[str, Any]) -> str:
         ("model", f"{config['model']['_component_']} {checkpoint}".rstrip()),
         (
             "text",
-            _some_of(dataset.get("data_files") or dataset.get("source")) or dataset["_component_"],
+            _some_of(dataset.get("data_files") or dataset.get("source"))
+            or ", ".join(dataset.get("corpora", ()))
+            or dataset["_component_"],
         ),
         ("protocol", describe_protocol(protocol)),
         (
