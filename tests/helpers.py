@@ -1,12 +1,17 @@
 """Small models and an oracle that shares no code with the product."""
 
+import json
 import math
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
+from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_2 import llama3_2
+
+from ppl_eval.shipped import embedded_path
 
 
 class ByteTokenizer:
@@ -90,3 +95,25 @@ def chunks(ids, size, bos_id=None):
     lead = [] if bos_id is None else [bos_id]
     step = size - len(lead)
     return [([*lead, *ids[i : i + step]], 1) for i in range(0, len(ids), step)]
+
+
+def student_in_float64():
+    """The embedded student, built by torchtune alone."""
+    folder = embedded_path("tiny_student")
+    config = json.loads((folder / "config.json").read_text())
+    model = llama3_2(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=8,
+        num_kv_heads=4,
+        embed_dim=config["hidden_size"],
+        intermediate_dim=config["intermediate_size"],
+        max_seq_len=256,
+        rope_base=config.get("rope_theta") or config["rope_parameters"]["rope_theta"],
+        scale_factor=1,
+        norm_eps=config["rms_norm_eps"],
+    )
+    weights = load_file(folder / "model.safetensors")
+    dim = config["hidden_size"]
+    model.load_state_dict(hf_to_tune(weights, num_heads=8, num_kv_heads=4, dim=dim))
+    return model.double().eval()

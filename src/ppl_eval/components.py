@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ppl_eval.errors import UserError
@@ -54,8 +54,13 @@ def find(path: Any, key: str) -> Callable[..., Any]:
     )
 
 
-def check(node: Mapping[str, Any], key: str) -> None:
+def check(node: Mapping[str, Any], key: str, *, supplied: Sequence[str] = ()) -> None:
     """Check that the component exists and takes the arguments, without calling it.
+
+    Args:
+        node: the component.
+        key: of the config.
+        supplied: arguments that it gets from us if it has them.
 
     Raises:
         UserError: naming the argument that it does not know, or that is missing.
@@ -75,6 +80,7 @@ def check(node: Mapping[str, Any], key: str) -> None:
             raise UserError(
                 f"unknown config key {key}.{name}: {node['_component_']} has no such argument{hint}"
             )
+    arguments |= {name: None for name in supplied if name in parameters and name not in arguments}
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -234,9 +234,10 @@ def to_config(content: DictConfig) -> EvalConfig:
     _check_values(config)
     _fill_in_checkpointer(config.checkpointer)
     for key in COMPONENTS:
-        components.check(getattr(config, key), key)
+        supplied = ("tokenizer",) if key == "dataset" else ()
+        components.check(getattr(config, key), key, supplied=supplied)
     for name, node in config.dataset.get("corpora", {}).items():
-        components.check(node, f"dataset {name}")
+        components.check(node, f"dataset {name}", supplied=("tokenizer",))
     return config
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ppl_eval.data.batch import collate
-from ppl_eval.data.documents import as_documents
+from ppl_eval.data.documents import NamedCorpora, as_documents
 from ppl_eval.data.encode import EncodedCorpus, check_ids, encode_corpus
 from ppl_eval.data.plan import Plan, make_plan
 from ppl_eval.data.protocol import Protocol, make_protocol
@@ -106,7 +106,16 @@ def prepare(
     Raises:
         UserError: a bad row, an empty corpus, or one in which no token has any context.
     """
-    rows = protocol.joined(as_documents(documents, max_documents))
+    rows = as_documents(documents, max_documents)
+    if isinstance(rows, list | NamedCorpora) and any(d.tokens is not None for d in rows):
+        protocol = protocol.for_tokens()
+        if not any(d.counts is None or d.counts[1:].any() for d in rows):
+            raise UserError(
+                f"0 scored tokens: the {len(rows)} documents have no token that counts and has one"
+                " before it: are all masked, or were the answers cut off by the tokenizer's"
+                " max_seq_len?"
+            )
+    rows = protocol.joined(rows)
     if vocab_size is not None:
         check_ids([protocol.bos_id], vocab_size, "the tokenizer's BOS")
         check_ids([protocol.eos_id], vocab_size, "the tokenizer's EOS")

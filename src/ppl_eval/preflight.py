@@ -12,6 +12,7 @@ from ppl_eval import components, evaluation, planner
 from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
+from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
@@ -93,7 +94,7 @@ def prepare(
     evaluation.check_window(model, protocol.max_seq_len)
     workload = evaluation.prepare(
         tokenizer,
-        components.build(cfg.dataset, "dataset"),
+        build_dataset(cfg.dataset, "dataset", tokenizer),
         protocol,
         max_tokens_per_batch=cfg.max_tokens_per_batch,
         max_documents=cfg.max_documents,

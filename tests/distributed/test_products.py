@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import WordTokenizer, chunks, oracle
+from helpers import WordTokenizer, chunks, oracle, student_in_float64
 from meshes import on_mesh
 from ranks import run_on_ranks
 from safetensors.torch import load_file
@@ -99,21 +99,8 @@ def folder_of(name):
 def in_float64(name):
     sizes = {"num_layers": 5, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 64}
     if name == "tiny_student":
-        config = json.loads((folder_of(name) / "config.json").read_text())
-        model = llama3_2(
-            vocab_size=config["vocab_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=8,
-            num_kv_heads=4,
-            embed_dim=config["hidden_size"],
-            intermediate_dim=config["intermediate_size"],
-            max_seq_len=256,
-            rope_base=config.get("rope_theta") or config["rope_parameters"]["rope_theta"],
-            scale_factor=1,
-            norm_eps=config["rms_norm_eps"],
-        )
-    else:
-        model = llama2(vocab_size=512, **sizes, intermediate_dim=172, max_seq_len=512)
+        return student_in_float64()
+    model = llama2(vocab_size=512, **sizes, intermediate_dim=172, max_seq_len=512)
     weights = load_file(folder_of(name) / "model.safetensors")
     dim = weights["model.norm.weight"].numel()
     model.load_state_dict(hf_to_tune(weights, num_heads=8, num_kv_heads=4, dim=dim))

@@ -429,8 +429,8 @@ def test_results_are_written_both_or_not_at_all(tune, tmp_path):
     number = np.asarray([1])
     for nll, content in ((1.0, {"bad": math.nan}), (math.nan, {"good": 1.0})):
         nlls = np.asarray([nll])
-        counts = [number] * 4
-        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts)
+        counts = [number] * 5
+        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts[:4])
         with pytest.raises(ValueError, match="JSON"):
             write_results(tmp_path, content, table)
     assert list(tmp_path.iterdir()) == []
@@ -564,3 +564,78 @@ dataset:
         code, _, err = tune(config="bad.yaml")
         assert code == 1
         assert message in err
+
+
+CHAT = [
+    {"input": "What does Ada have?", "output": "A red goat and a map. " * 3},
+    {"input": "Where? " * 30, "output": "Near the mill."},
+    {"input": "", "output": "Ada lived near the mill. " * 20},
+]
+
+
+def instruct(tmp_path, rows):
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ("source", "data_files", "split", "column", "domain_column")
+    return [
+        "dataset=torchtune.datasets.instruct_dataset",
+        *(f"~dataset.{key}" for key in keys),
+        *("dataset.source=json", "dataset.data_files=chat.jsonl", "dataset.split=train"),
+        "dataset.train_on_input=false",
+    ]
+
+
+def test_instruction_data_counts_answers_only(tune, tmp_path):
+    """A6, F5: against a float64 loop over the tokens and labels that torchtune gives."""
+    from helpers import oracle, student_in_float64
+    from torchtune.datasets import instruct_dataset
+
+    options = instruct(tmp_path, CHAT)
+    code, _, err = tune("protocol.max_seq_len=100", *options)
+    assert code == 0, err
+    content, table = results(), rows()
+    tokenizer = hf_tokenizer(str(shipped.embedded_path("tiny_student")))
+    samples = instruct_dataset(
+        tokenizer,
+        source="json",
+        data_files=str(tmp_path / "chat.jsonl"),
+        split="train",
+        train_on_input=False,
+    )
+    model = student_in_float64()
+    for row, number in zip(table, range(len(samples)), strict=True):
+        tokens, labels = samples[number]["tokens"], samples[number]["labels"]
+        scored, nll = 0, 0.0
+        for start in range(0, len(tokens), 100):
+            window = list(map(int, tokens[start : start + 100]))
+            for place in range(1, len(window)):
+                if labels[start + place] != -100:
+                    count, loss = oracle(model, [(window[: place + 1], place)])
+                    scored, nll = scored + count, nll + loss
+        assert row["scored_tokens"] == scored
+        assert row["nll_nats_sum"] == pytest.approx(nll, rel=1e-6)
+    counts = content["counts"]
+    assert counts["not_scored"]["masked"] > 0
+    total = counts["scored_tokens"] + sum(
+        counts["not_scored"][reason] for reason in ("no_context", "masked")
+    )
+    assert total == counts["tokens"] == sum(len(s["tokens"]) for s in samples)
+    assert content["metrics"]["word_perplexity"] is None
+    assert content["protocol"]["bos_id"] is None
+
+
+def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
+    """A6: such documents are empty, and the others' number is what it is without them."""
+    short = "tokenizer.max_seq_len=60"
+    assert tune(short, *instruct(tmp_path, CHAT[:2]))[0] == 0
+    both, table = results(), rows()
+    assert table[1]["scored_tokens"] == 0
+    assert both["counts"]["not_scored"]["empty"] == 1
+    assert tune(short, *instruct(tmp_path, CHAT[:1]))[0] == 0
+    assert results()["metrics"]["token_perplexity"] == both["metrics"]["token_perplexity"]
+    code, _, err = tune(short, *instruct(tmp_path, CHAT[1:2]))
+    assert code == 1
+    assert "0 scored tokens" in err
+    assert "nan" not in err
+    code, _, err = tune("protocol.name=concat", *instruct(tmp_path, CHAT))
+    assert code == 1
+    assert "the data set gives tokens: set protocol.name to document or packed" in err

@@ -113,7 +113,11 @@ def collate(
         documents[row, begin:end] = windows.document[window]
         places[row, begin:end] = np.arange(length) + start + 1 - len(lead)
         first_target = begin + len(lead) + int(windows.num_skipped[window]) - 1
-        scored[row, first_target:end] = True
+        counts = corpus.documents[int(windows.document[window])].counts
+        if counts is None:
+            scored[row, first_target:end] = True
+        else:  # a row that came as tokens: its places are the document's
+            scored[row, first_target:end] = counts[start + first_target - begin + 1 : stop]
         spans.append((row, begin, length))
         begin = end
     packs = protocol.rule.packs

@@ -125,17 +125,33 @@ def text_corpus(
     )
 
 
-def named_corpora(corpora: Mapping[str, Mapping[str, Any]]) -> NamedCorpora:
+def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
+    """Build a data set's component; torchtune's take the tokenizer as an argument.
+
+    Args:
+        node: the component.
+        key: of the config, for errors.
+        tokenizer: the model's.
+
+    Raises:
+        UserError: whatever the component raises.
+    """
+    wanted = "tokenizer" in components.argument_names(node, key) and "tokenizer" not in node
+    return components.build(node, key, **({"tokenizer": tokenizer} if wanted else {}))
+
+
+def named_corpora(corpora: Mapping[str, Mapping[str, Any]], tokenizer: Any = None) -> NamedCorpora:
     """Config component: several data sets in one run, each with a name that is its domain.
 
     A config's ``dataset`` that is a list of components with names becomes this.
 
     Args:
         corpora: name -> component of a data set.
+        tokenizer: for those that take it.
     """
     return NamedCorpora(
         {
-            name: as_documents(components.build(node, f"dataset {name}"))
+            name: as_documents(build_dataset(node, f"dataset {name}", tokenizer))
             for name, node in corpora.items()
         }
     )

@@ -5,16 +5,29 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, overload
 
+import numpy as np
+
 from ppl_eval.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text to be measured, with what its row says about it."""
+    """One text to be measured, with what its row says about it.
+
+    Attributes:
+        text: what is tokenised; empty if the row comes as tokens.
+        id: the row's own, or None.
+        domain: the row's own, or None.
+        tokens: ids of a row that comes tokenised (int32 [tokens]), special tokens included; or
+            None.
+        counts: which of these tokens may be scored (bool [tokens]); None with ``tokens``: all.
+    """
 
     text: str
     id: str | int | None = None
     domain: str | None = None
+    tokens: np.ndarray | None = None
+    counts: np.ndarray | None = None
 
 
 class Corpus(Sequence[Document]):
@@ -148,12 +161,16 @@ def as_documents(rows: Iterable[Any], max_documents: int | None = None) -> Seque
 
     Args:
         rows: a :class:`Corpus`, or an iterable of texts, :class:`Document` or mappings with
-            ``text`` and perhaps ``id`` and ``domain``.
+            ``text`` and perhaps ``id`` and ``domain``; or samples of torchtune's data sets:
+            mappings with ``tokens`` and ``labels`` or ``mask``.
         max_documents: keep the first N.
 
     Raises:
         UserError: not an iterable of documents, a row that is none (with its number), or no rows.
     """
+    if not isinstance(rows, Iterable) and hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+        samples: Any = rows  # torch's map-style data sets have no __iter__
+        rows = (samples[number] for number in range(len(samples)))
     if isinstance(rows, str | bytes | Mapping | Document) or not isinstance(rows, Iterable):
         raise UserError(
             f"the documents are one {type(rows).__name__}, but a list or another iterable of"
@@ -180,12 +197,42 @@ def _as_document(number: int, row: Any) -> Document:
         return Document(row)
     if isinstance(row, Document) and isinstance(row.text, str):
         return Document(row.text, _own_id(row.id), _own_domain(row.domain))
+    if isinstance(row, Mapping) and "tokens" in row:
+        return _as_tokens(number, row)
     if isinstance(row, Mapping) and isinstance(row.get("text"), str):
         return Document(row["text"], _own_id(row.get("id")), _own_domain(row.get("domain")))
     raise UserError(
         f"document {number} is {type(row).__name__} {row!r:.60}, but it must be a text, a Document,"
         " or a mapping whose 'text' is a text"
     )
+
+
+def _as_tokens(number: int, row: Mapping[str, Any]) -> Document:
+    """A sample of torchtune's data sets.
+
+    Labels of torchtune 0.6.1 are the tokens themselves, -100 where they do not count; a mask is
+    True where they do not.
+    """
+    tokens = np.asarray(row["tokens"], dtype=np.int32)
+    labels, mask = row.get("labels"), row.get("mask")
+    counts = None
+    if labels is not None:
+        labels = np.asarray(labels)
+        counts = labels != -100
+        if labels.shape != tokens.shape or (labels[counts] != tokens[counts]).any():
+            raise UserError(
+                f"document {number}: its labels are not its tokens (nor -100): labels that are"
+                " shifted by one already are not read; torchtune 0.6.1 leaves that to the loss"
+            )
+    elif mask is not None:
+        counts = ~np.asarray(mask, dtype=bool)
+        if counts.shape != tokens.shape:
+            raise UserError(
+                f"document {number} has {len(tokens)} tokens and a mask of {len(counts)}: they are"
+                " of one length"
+            )
+    row_id, domain = _own_id(row.get("id")), _own_domain(row.get("domain"))
+    return Document("", row_id, domain, tokens, counts)
 
 
 def _own_id(value: Any) -> str | int | None:

@@ -68,8 +68,8 @@ class EncodedCorpus:
         wanted = sorted(set(documents))
         missing = [n for n in wanted if n not in self._ids]
         if missing:
-            texts = [self.documents[n].text for n in missing]
-            encoded = _encode(self.tokenizer, texts, missing, self.vocab_size)
+            chosen = [self.documents[n] for n in missing]
+            encoded = _encode(self.tokenizer, chosen, missing, self.vocab_size)
             for number, ids in zip(missing, encoded, strict=True):
                 if len(ids) != self.num_tokens[number]:
                     raise UserError(
@@ -117,20 +117,21 @@ def encode_corpus(
     fault = None
     for start in range(rank * _SHARE, len(documents), size * _SHARE):
         numbers = range(start, min(start + _SHARE, len(documents)))
-        texts = [document.text for document in documents[start : numbers.stop]]
+        chosen = documents[start : numbers.stop]
         try:
-            raws = [_utf8(text, number) for text, number in zip(texts, numbers, strict=True)]
-            encoded = _encode(tokenizer, texts, numbers, vocab_size)
+            raws = [_bytes(document, n) for document, n in zip(chosen, numbers, strict=True)]
+            encoded = _encode(tokenizer, chosen, numbers, vocab_size)
         except UserError as error:
             fault = str(error)
             break
-        for number, text, raw, token_ids in zip(numbers, texts, raws, encoded, strict=True):
+        for number, document, raw, token_ids in zip(numbers, chosen, raws, encoded, strict=True):
             digest = hashlib.blake2b(raw, digest_size=8).digest()
+            has_text = document.tokens is None
             counts[:, number] = (
                 len(token_ids),
-                len(raw),
-                len(text),
-                count_words(text),
+                len(raw) if has_text else 0,
+                len(document.text),
+                count_words(document.text) if has_text else 0,
                 np.frombuffer(digest, dtype=np.int64)[0],
             )
             ids[number] = token_ids
@@ -172,12 +173,17 @@ def _check_same_length(length: int, group: dist.ProcessGroup | None) -> None:
 
 def _encode(
     tokenizer: TextTokenizer,
-    texts: Sequence[str],
+    documents: Sequence[Document],
     numbers: Sequence[int],
     vocab_size: int | None,
 ) -> list[np.ndarray]:
-    """Ids (int32) of ``texts``, which are the documents ``numbers``."""
-    arrays = [np.asarray(ids, dtype=np.int32) for ids in text_encoder(tokenizer)(texts)]
+    """Ids (int32) of ``documents``, whose numbers are ``numbers``."""
+    texts = [document.text for document in documents if document.tokens is None]
+    encoded = iter(text_encoder(tokenizer)(texts)) if texts else iter(())
+    arrays = [
+        np.asarray(next(encoded), dtype=np.int32) if document.tokens is None else document.tokens
+        for document in documents
+    ]
     for number, ids in zip(numbers, arrays, strict=True):
         if ids.size and vocab_size is not None:
             check_ids([int(ids.min()), int(ids.max())], vocab_size, f"document {number}")
@@ -198,6 +204,14 @@ def check_ids(ids: Iterable[int | None], vocab_size: int, where: str) -> None:
                 f"{where} has the token id {index}, but the model's embedding has {vocab_size}"
                 " rows: are tokenizer and model of one family?"
             )
+
+
+def _bytes(document: Document, number: int) -> bytes:
+    """What identifies a document: its text in UTF-8, or its tokens and which of them count."""
+    if document.tokens is None:
+        return _utf8(document.text, number)
+    counts = b"" if document.counts is None else document.counts.tobytes()
+    return document.tokens.tobytes() + counts
 
 
 def _utf8(text: str, number: int) -> bytes:

@@ -6,7 +6,7 @@ are in :mod:`ppl_eval.data.windows`; docs/protocols.md defines each in words.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,19 @@ class Protocol:
             Document(self.separator.join(document.text for document in part), name, name)
             for name, part in parts.items()
         ]
+
+    def for_tokens(self) -> "Protocol":
+        """The same for rows that come as tokens: their special tokens are their own.
+
+        Raises:
+            UserError: a protocol that joins texts or puts something before them.
+        """
+        if self.separator is not None or self.opening_id is not None or self.rule.opens_with_bos:
+            raise UserError(
+                f"protocol.name is {self.name}, which reads texts, but the data set gives tokens:"
+                " set protocol.name to document or packed"
+            )
+        return replace(self, bos_id=None, eos_id=None)
 
     def describe(self) -> dict[str, Any]:
         """The ``protocol`` of results.json."""

@@ -33,6 +33,7 @@ class DocumentTable:
         no_context: tokens that had nothing before them in their window (int64).
         context_only: tokens that were read and not scored for another reason (int64).
         truncated: tokens that no window read (int64).
+        masked: tokens that the data set says do not count (int64).
         nll_nats_sum: sum of the NLL of the scored tokens (float64).
         nll_nats_squared_sum: sum of its squares (float64).
         num_tokens: text tokens (int64).
@@ -46,6 +47,7 @@ class DocumentTable:
     no_context: np.ndarray
     context_only: np.ndarray
     truncated: np.ndarray
+    masked: np.ndarray
     nll_nats_sum: np.ndarray
     nll_nats_squared_sum: np.ndarray
     num_tokens: np.ndarray
@@ -76,12 +78,13 @@ class Totals:
     Attributes:
         num_documents: documents read, empty ones included.
         num_documents_scored: those with at least one scored token.
-        num_empty: documents without any token.
+        num_empty: documents without any token, or with none that counts.
         num_tokens: tokens of the texts.
         num_scored: scored tokens (an added EOS is one).
         no_context: tokens never scored because nothing came before them in their window.
         context_only: tokens that the protocol reads and never scores.
         truncated: tokens that the protocol does not read.
+        masked: tokens that the data set says do not count.
         num_bytes: UTF-8 bytes of the texts, unscored tokens included.
         num_characters: code points of the texts.
         num_words: words of the texts, as the protocol counts them.
@@ -97,6 +100,7 @@ class Totals:
     no_context: int
     context_only: int
     truncated: int
+    masked: int
     num_bytes: int
     num_characters: int
     num_words: int
@@ -150,7 +154,7 @@ class Totals:
                 "no_context": self.no_context,
                 "context_only": self.context_only,
                 "truncated": self.truncated,
-                "masked": 0,
+                "masked": self.masked,
                 "empty": self.num_empty,
             },
             "bytes": self.num_bytes,
@@ -214,12 +218,14 @@ def summarise(
     documents, so that the result does not depend on who computed which window.
     """
     num_documents = len(corpus.num_tokens)
+    num_scored = _by_document(windows, ledger.num_scored.cpu().numpy(), num_documents)
     table = DocumentTable(
         labels=labels(corpus.documents),
-        num_scored=_by_document(windows, ledger.num_scored.cpu().numpy(), num_documents),
+        num_scored=num_scored,
         no_context=windows.no_context,
         context_only=windows.context_only,
         truncated=windows.truncated,
+        masked=_by_document(windows, windows.num_scored, num_documents) - num_scored,
         nll_nats_sum=_by_document(windows, ledger.nll_nats_sum.cpu().numpy(), num_documents),
         nll_nats_squared_sum=_by_document(
             windows, ledger.nll_nats_squared_sum.cpu().numpy(), num_documents
@@ -265,6 +271,11 @@ def _by_document(windows: Windows, values: np.ndarray, num_documents: int) -> np
     return sums
 
 
+def _is_empty(table: DocumentTable) -> np.ndarray:
+    """Documents without any token, or none that counts."""
+    return (table.num_tokens == 0) | ((table.masked > 0) & (table.num_scored == 0))
+
+
 def _total(table: DocumentTable, chosen: np.ndarray) -> Totals:
     num_scored, nll = table.num_scored[chosen], table.nll_nats_sum[chosen]
     scored = num_scored > 0
@@ -272,12 +283,13 @@ def _total(table: DocumentTable, chosen: np.ndarray) -> Totals:
     return Totals(
         num_documents=len(chosen),
         num_documents_scored=int(scored.sum()),
-        num_empty=int((table.num_tokens[chosen] == 0).sum()),
+        num_empty=int(_is_empty(table)[chosen].sum()),
         num_tokens=int(table.num_tokens[chosen].sum()),
         num_scored=int(num_scored.sum()),
         no_context=int(table.no_context[chosen].sum()),
         context_only=int(table.context_only[chosen].sum()),
         truncated=int(table.truncated[chosen].sum()),
+        masked=int(table.masked[chosen].sum()),
         num_bytes=int(table.num_bytes[chosen].sum()),
         num_characters=int(table.num_characters[chosen].sum()),
         num_words=int(table.num_words[chosen].sum()),
