@@ -101,7 +101,7 @@ def prepare(
         vocab_size=evaluation.vocab_size_of(model),
         group=group,
     )
-    warnings = tuple(_bos_warnings(config, protocol))
+    warnings = (*_bos_warnings(config, protocol), *_loss_warnings(workload))
     return Preflight(
         checkpointer, model, source, convert, checkpoint_dtype, tokenizer, workload, warnings
     )
@@ -113,6 +113,15 @@ def _bos_warnings(config: Mapping[str, Any], protocol: Protocol) -> Iterator[str
         yield (
             f"{family} needs a BOS before every window, and this run gives none: its loss will be"
             " far too high; set protocol.add_bos=true"
+        )
+
+
+def _loss_warnings(workload: evaluation.Workload) -> Iterator[str]:
+    lost = int(workload.corpus.lost_bytes.sum())
+    if lost:
+        yield (
+            f"the tokenizer has no token for {lost:,} of {workload.corpus.num_bytes.sum():,} bytes"
+            " of the texts: they cost nothing, or an unknown token; do not compare bits per byte"
         )
 
 

@@ -61,7 +61,7 @@ def calls_of(rank, degrees):
     return calls, shapes, len(workload.windows)
 
 
-BEFORE = [("allreduce_", n) for n in (2, 5 * 40)]
+BEFORE = [("allreduce_", n) for n in (2, 6 * 40)]
 
 
 def after(num_windows):

@@ -162,7 +162,7 @@ def test_replicas_communicate_before_and_after_but_in_no_step():
     """Counts of tokens before the run, the ledger after it."""
     for calls, num_windows, num_steps in run_on_ranks(2, collectives, 2):
         assert num_steps > 20
-        sizes = [2, 5 * 40, num_windows, num_windows, 2 * num_windows, 48]
+        sizes = [2, 6 * 40, num_windows, num_windows, 2 * num_windows, 48]
         assert calls == [("allreduce_", size) for size in sizes]
 
 

@@ -137,6 +137,7 @@ def test_results_and_table(tune, held_out):
     macro = math.fsum(part["metrics"]["bits_per_byte"] for part in parts) / 3
     assert content["macro"]["bits_per_byte"] == pytest.approx(macro, rel=1e-12)
     assert content["macro"]["domains"] == 3
+    assert counts["bytes_without_token"] == 0
     assert counts["characters"] == sum(len(text["text"]) for text in texts)
     assert "\r" not in err  # no progress bar where nobody looks
 
@@ -430,7 +431,7 @@ def test_results_are_written_both_or_not_at_all(tune, tmp_path):
     for nll, content in ((1.0, {"bad": math.nan}), (math.nan, {"good": 1.0})):
         nlls = np.asarray([nll])
         counts = [number] * 5
-        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts[:4])
+        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts)
         with pytest.raises(ValueError, match="JSON"):
             write_results(tmp_path, content, table)
     assert list(tmp_path.iterdir()) == []

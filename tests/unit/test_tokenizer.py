@@ -236,3 +236,33 @@ def test_torchtune_sentencepiece_tokenizer_gives_the_same_ids(real_model, real_c
     for line in real_corpus("en_tinystories.jsonl").read_text().splitlines():
         text = json.loads(line)["text"]
         assert ours.encode(text) == theirs.encode(text)
+
+
+def test_special_tokens_in_a_text_when_asked_for(folder):
+    path = folder(FULL)
+    as_text, as_token = (hf_tokenizer(path, special_tokens_in_text=flag) for flag in (False, True))
+    assert len(as_text.encode("a</s>b", False, False)) == 6
+    ids = as_token.encode("a</s>b", False, False)
+    assert (len(ids), ids[1]) == (3, 2)
+    assert as_text.fingerprint != as_token.fingerprint
+    assert as_text.fingerprint == hf_tokenizer(path).fingerprint
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_bytes_that_no_token_stands_for(tmp_path, unknown):
+    """A vocabulary of characters: what it lacks becomes <unk>, or nothing at all."""
+    vocab = {token: n for n, token in enumerate(["<unk>", *"abc"])}
+    model = models.BPE(vocab=vocab, merges=[], unk_token=unknown)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = hf_tokenizer(str(tmp_path))
+    assert ours.encode("ab c", False, False) == [1, 2, 3]
+    assert ours.lost_bytes("ab c") == 0
+    assert ours.lost_bytes("a z c") == 1
+    assert ours.lost_bytes("a\u4e2db \n z") == 3 + 1
+    assert ours.lost_bytes("") == 0
+
+
+def test_a_vocabulary_of_bytes_loses_nothing(folder):
+    assert hf_tokenizer(folder(FULL)).lost_bytes("\u4e2d z \U0001f600") == 0

@@ -41,6 +41,7 @@ class EncodedCorpus:
         num_bytes: UTF-8 bytes by document (int64 [documents]).
         num_characters: code points by document (int64 [documents]).
         num_words: words by document, as the protocol counts them (int64 [documents]).
+        lost_bytes: UTF-8 bytes by document that no token stands for (int64 [documents]).
         fingerprint: hash of the texts in their order.
     """
 
@@ -51,6 +52,7 @@ class EncodedCorpus:
     num_bytes: np.ndarray
     num_characters: np.ndarray
     num_words: np.ndarray
+    lost_bytes: np.ndarray
     fingerprint: str
     _ids: "OrderedDict[int, np.ndarray]" = field(default_factory=OrderedDict)
     _may_forget: bool = True
@@ -111,9 +113,10 @@ def encode_corpus(
         UserError: a token id that the model does not have, or ranks that see different corpora.
     """
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    counts = np.zeros((5, len(documents)), dtype=np.int64)
+    counts = np.zeros((6, len(documents)), dtype=np.int64)
     ids: OrderedDict[int, np.ndarray] = OrderedDict()
     _check_same_length(len(documents), group)
+    lost_bytes = getattr(tokenizer, "lost_bytes", lambda text: 0)
     fault = None
     for start in range(rank * _SHARE, len(documents), size * _SHARE):
         numbers = range(start, min(start + _SHARE, len(documents)))
@@ -132,6 +135,7 @@ def encode_corpus(
                 len(raw) if has_text else 0,
                 len(document.text),
                 count_words(document.text) if has_text else 0,
+                lost_bytes(document.text),
                 np.frombuffer(digest, dtype=np.int64)[0],
             )
             ids[number] = token_ids
@@ -147,7 +151,8 @@ def encode_corpus(
         num_bytes=counts[1],
         num_characters=counts[2],
         num_words=counts[3],
-        fingerprint=fingerprint.of_arrays(counts[4]),
+        lost_bytes=counts[4],
+        fingerprint=fingerprint.of_arrays(counts[5]),
         _ids=ids,
         _may_forget=size > 1,
     )

@@ -29,12 +29,13 @@ class TextTokenizer(Protocol):
 class HFTokenizer:
     """tokenizer.json and tokenizer_config.json as a torchtune tokenizer.
 
-    Special tokens that are written in a text are read as text: a corpus that mentions ``</s>`` does
-    not end there.
+    Special tokens that are written in a text are read as text, unless asked otherwise: a corpus
+    that mentions ``</s>`` does not end there.
 
     Args:
         path: folder with tokenizer.json, and usually tokenizer_config.json.
         max_seq_len: where torchtune's datasets cut a conversation. ``encode`` never cuts.
+        special_tokens_in_text: read special tokens that are written in a text as such.
 
     Attributes:
         bos_id: id of the BOS token: what tokenizer_config.json names, else what the tokenizer puts
@@ -49,12 +50,16 @@ class HFTokenizer:
         UserError: a missing or unreadable file, or a special token that the vocabulary lacks.
     """
 
-    def __init__(self, path: str, max_seq_len: int | None = None) -> None:
+    def __init__(
+        self, path: str, max_seq_len: int | None = None, special_tokens_in_text: bool = False
+    ) -> None:
         if not isinstance(path, str):
             raise UserError(f"tokenizer.path is {path!r}, but it is a Hugging Face folder")
         folder = Path(path)
         self.max_seq_len = max_seq_len
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        self._tokenizer.encode_special_tokens = not special_tokens_in_text
+        self._loses, self._unknown_id = _what_it_loses(self._tokenizer)
         config = _read_config(folder / "tokenizer_config.json")
         self.bos_id = self._special_id(config, "bos_token", folder)
         self.eos_id = self._special_id(config, "eos_token", folder)
@@ -74,7 +79,8 @@ class HFTokenizer:
             self.bos_id in added or bool(config.get("add_bos_token"))
         )
         self.fingerprint = fingerprints.of(
-            self._tokenizer.to_str(), self.bos_id, self.eos_id, self.adds_bos
+            *(self._tokenizer.to_str(), self.bos_id, self.eos_id, self.adds_bos),
+            *(["special tokens in text"] if special_tokens_in_text else []),
         )
 
     def _special_id(self, config: dict[str, Any], key: str, folder: Path) -> int | None:
@@ -133,6 +139,27 @@ class HFTokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [e.ids for e in encoded]
 
+    def lost_bytes(self, text: str) -> int:
+        """UTF-8 bytes of ``text`` that no token stands for, white space aside.
+
+        A vocabulary without bytes writes an unknown token for what it lacks, or nothing.
+        """
+        if not self._loses:
+            return 0
+        if self._unknown_id is None:  # what is left out shifts the offsets of what follows
+            missing = {c for c in set(text) if not c.isspace() and not self._plain(c)}
+            return sum(len(character.encode()) for character in text if character in missing)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        kept = set()
+        for index, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if index != self._unknown_id:
+                kept.update(range(begin, end))
+        return sum(
+            len(character.encode())
+            for place, character in enumerate(text)
+            if place not in kept and not character.isspace()
+        )
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text behind ``token_ids``."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -164,9 +191,11 @@ class HFTokenizer:
         return {**sample, "tokens": tokens, "mask": mask}
 
 
-def hf_tokenizer(path: str, max_seq_len: int | None = None) -> HFTokenizer:
+def hf_tokenizer(
+    path: str, max_seq_len: int | None = None, special_tokens_in_text: bool = False
+) -> HFTokenizer:
     """Config component: the tokenizer in a Hugging Face folder. See :class:`HFTokenizer`."""
-    return HFTokenizer(path, max_seq_len)
+    return HFTokenizer(path, max_seq_len, special_tokens_in_text)
 
 
 def wants_bos(tokenizer: TextTokenizer) -> bool:
@@ -245,8 +274,19 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"{path} is not a readable tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _what_it_loses(tokenizer: Tokenizer) -> tuple[bool, int | None]:
+    """(whether characters can be lost, id of the unknown token if there is one)."""
+    content = json.loads(tokenizer.to_str())
+    model = content["model"]
+    has_bytes = "ByteLevel" in json.dumps(
+        content.get("pre_tokenizer")
+    ) or "ByteLevel" in json.dumps(content.get("normalizer"))
+    unknown = model.get("unk_token")
+    unknown_id = model.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown)
+    return not (has_bytes or model.get("byte_fallback")), unknown_id
 
 
 def _read_config(path: Path) -> dict[str, Any]:

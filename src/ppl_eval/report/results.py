@@ -40,6 +40,7 @@ class DocumentTable:
         num_bytes: UTF-8 bytes of the text (int64).
         num_characters: code points of the text (int64).
         num_words: words of the text, as the protocol counts them (int64).
+        lost_bytes: bytes of the text that no token stands for (int64).
     """
 
     labels: list[tuple[str | int | None, str | None]]
@@ -54,6 +55,7 @@ class DocumentTable:
     num_bytes: np.ndarray
     num_characters: np.ndarray
     num_words: np.ndarray
+    lost_bytes: np.ndarray
 
     def rows(self) -> Iterable[dict[str, Any]]:
         """The lines of documents.jsonl."""
@@ -88,6 +90,7 @@ class Totals:
         num_bytes: UTF-8 bytes of the texts, unscored tokens included.
         num_characters: code points of the texts.
         num_words: words of the texts, as the protocol counts them.
+        lost_bytes: bytes of the texts that no token stands for.
         nll_nats_sum: sum of the NLL of the scored tokens, added up without rounding.
         document_mean_nll: mean over scored documents of each one's mean NLL.
     """
@@ -104,6 +107,7 @@ class Totals:
     num_bytes: int
     num_characters: int
     num_words: int
+    lost_bytes: int
     nll_nats_sum: float
     document_mean_nll: float
 
@@ -160,6 +164,7 @@ class Totals:
             "bytes": self.num_bytes,
             "characters": self.num_characters,
             "words": self.num_words,
+            "bytes_without_token": self.lost_bytes,
         }
 
     def metrics(self) -> dict[str, Any]:
@@ -234,6 +239,7 @@ def summarise(
         num_bytes=corpus.num_bytes,
         num_characters=corpus.num_characters,
         num_words=corpus.num_words,
+        lost_bytes=corpus.lost_bytes,
     )
     everything = np.arange(num_documents)
     by_domain: dict[str, list[int]] = {}
@@ -293,6 +299,7 @@ def _total(table: DocumentTable, chosen: np.ndarray) -> Totals:
         num_bytes=int(table.num_bytes[chosen].sum()),
         num_characters=int(table.num_characters[chosen].sum()),
         num_words=int(table.num_words[chosen].sum()),
+        lost_bytes=int(table.lost_bytes[chosen].sum()),
         nll_nats_sum=math.fsum(nll),
         document_mean_nll=math.fsum(means) / len(means) if len(means) else math.nan,
     )
