@@ -13,6 +13,7 @@ from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
+from ppl_eval.data.documents import Corpus
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
@@ -101,7 +102,11 @@ def prepare(
         vocab_size=evaluation.vocab_size_of(model),
         group=group,
     )
-    warnings = (*_bos_warnings(config, protocol), *_loss_warnings(workload))
+    warnings = (
+        *_bos_warnings(config, protocol),
+        *_loss_warnings(workload),
+        *_cut_warnings(workload, getattr(tokenizer, "max_seq_len", None)),
+    )
     return Preflight(
         checkpointer, model, source, convert, checkpoint_dtype, tokenizer, workload, warnings
     )
@@ -122,6 +127,19 @@ def _loss_warnings(workload: evaluation.Workload) -> Iterator[str]:
         yield (
             f"the tokenizer has no token for {lost:,} of {workload.corpus.num_bytes.sum():,} bytes"
             " of the texts: they cost nothing, or an unknown token; do not compare bits per byte"
+        )
+
+
+def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[str]:
+    """torchtune's data sets cut samples at the tokenizer's max_seq_len, and do not say so."""
+    if limit is None or isinstance(workload.corpus.documents, Corpus):
+        return
+    documents = workload.corpus.documents
+    cut = sum(d.tokens is not None and len(d.tokens) >= limit - 1 for d in documents)
+    if cut:
+        yield (
+            f"{cut:,} of {len(documents):,} samples are as long as tokenizer.max_seq_len={limit}"
+            " allows: the data set cuts there, and what it cut is not counted; set it to null"
         )
 
 

@@ -627,7 +627,9 @@ def test_instruction_data_counts_answers_only(tune, tmp_path):
 def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
     """A6: such documents are empty, and the others' number is what it is without them."""
     short = "tokenizer.max_seq_len=60"
-    assert tune(short, *instruct(tmp_path, CHAT[:2]))[0] == 0
+    code, _, err = tune(short, *instruct(tmp_path, CHAT[:2]))
+    assert code == 0
+    assert "1 of 2 samples are as long as tokenizer.max_seq_len=60 allows" in err
     both, table = results(), rows()
     assert table[1]["scored_tokens"] == 0
     assert both["counts"]["not_scored"]["empty"] == 1
@@ -640,3 +642,15 @@ def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
     code, _, err = tune("protocol.name=concat", *instruct(tmp_path, CHAT))
     assert code == 1
     assert "the data set gives tokens: set protocol.name to document or packed" in err
+
+
+def test_a_limit_that_cuts_nothing_changes_nothing(tune, tmp_path):
+    """F5: null, far above, and smaller, which is said."""
+    found = []
+    for limit in ("null", "8192", "40"):
+        code, _, err = tune(f"tokenizer.max_seq_len={limit}", *instruct(tmp_path, CHAT[:1]))
+        assert code == 0
+        assert ("samples are as long as" in err) == (limit == "40")
+        found.append((results()["counts"]["scored_tokens"], results()["metrics"]["nll_nats_sum"]))
+    assert found[0] == found[1]
+    assert found[2][0] < found[0][0]

@@ -274,3 +274,31 @@ def test_progress_counts_every_token(bytes_model):
     assert [p.step for p in seen] == list(range(1, len(work.plan.batches) + 1))
     assert seen[-1].num_scored == result.summary.total.num_scored
     assert seen[-1].running.compute() == pytest.approx(result.perplexity)
+
+
+def test_two_tokenizers_are_compared_by_byte():
+    """E3: a model of bytes and one of pairs of bytes that find a text equally likely."""
+
+    class Bytes(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.width, self.bos_id, self.eos_id, self.adds_bos = width, 0, None, True
+
+        def encode(self, text, add_bos=True, add_eos=True):
+            raw = text.encode()
+            pieces = (raw[n : n + self.width] for n in range(0, len(raw), self.width))
+            return [int.from_bytes(piece, "big") for piece in pieces]
+
+        def forward(self, tokens):
+            return torch.zeros(*tokens.shape, 256**self.width)
+
+    texts = ["an even text", "4 bytes!", "\u4e2d\u00e9 z!"]
+    one, two = (
+        evaluate(Bytes(width), Bytes(width), texts, max_seq_len=64).summary.total
+        for width in (1, 2)
+    )
+    assert two.nll_nats_sum == pytest.approx(one.nll_nats_sum, rel=1e-6)
+    assert two.bits_per_byte == pytest.approx(one.bits_per_byte, rel=1e-6) == pytest.approx(8)
+    assert one.num_scored == 2 * two.num_scored
+    assert one.perplexity == pytest.approx(256, rel=1e-5)
+    assert two.perplexity == pytest.approx(256**2, rel=1e-5)
