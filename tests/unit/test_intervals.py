@@ -107,3 +107,11 @@ def test_too_little_to_say():
     huge = {"nll": np.asarray([2000.0, 3000.0]), "tokens": np.asarray([1, 1])}
     huge |= {name: np.asarray([0, 0]) for name in ("words", "bytes", "characters")}
     assert intervals.of_metrics(huge, intervals.clustered)["token_perplexity"] is None
+
+
+def test_no_interval_reaches_below_a_loss_of_zero():
+    two = {"nll": np.asarray([1.0, 90.0]), "tokens": np.asarray([10, 10])}
+    two |= {name: np.asarray([10, 10]) for name in ("words", "bytes", "characters")}
+    found = intervals.of_metrics(two, intervals.clustered)
+    assert found["token_perplexity"][0] == 1
+    assert found["bits_per_byte"][0] == 0

@@ -137,7 +137,8 @@ def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
         UserError: whatever the component raises.
     """
     wanted = "tokenizer" in components.argument_names(node, key) and "tokenizer" not in node
-    return components.build(node, key, **({"tokenizer": tokenizer} if wanted else {}))
+    with _quiet_datasets():
+        return components.build(node, key, **({"tokenizer": tokenizer} if wanted else {}))
 
 
 def named_corpora(corpora: Mapping[str, Mapping[str, Any]], tokenizer: Any = None) -> NamedCorpora:

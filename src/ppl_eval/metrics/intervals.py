@@ -120,7 +120,8 @@ def of_metrics(
         interval: :func:`clustered`, or :func:`bootstrapped` with its numbers.
 
     Returns:
-        Metric -> [low, high]; null where it has no value or exceeds float64.
+        Metric -> [low, high]; null where it has no value or exceeds float64. A loss is never below
+        0, so neither is an end of its interval.
     """
     nll, tokens = columns["nll"], columns["tokens"]
     scored = tokens > 0
@@ -148,8 +149,8 @@ def of_metrics(
 def _exp(interval: Interval | None) -> list[float] | None:
     if interval is None or interval[1] > math.log(1.7e308):
         return None
-    return [math.exp(end) for end in interval]
+    return [math.exp(max(end, 0.0)) for end in interval]
 
 
 def _bits(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else [end / math.log(2) for end in interval]
+    return None if interval is None else [max(end, 0.0) / math.log(2) for end in interval]
