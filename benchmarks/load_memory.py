@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,17 @@ def drop_from_cache(file: Path) -> None:
     os.close(handle)
 
 
-def run(folder: str, loader: str, ranks: int) -> list[dict[str, int]]:
+def run(folder: str, loader: str, ranks: int) -> list[dict[str, Any]]:
     """What each rank measured."""
+    return on_ranks(ranks, rank_main, ranks, folder, loader)
+
+
+def on_ranks(ranks: int, target: Callable[..., None], *args: Any) -> list[dict[str, Any]]:
+    """Run ``target(rank, *args, scratch)`` in fresh processes; each writes ``RANK.json`` there."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
-            context.Process(target=rank_main, args=(rank, ranks, folder, loader, scratch))
-            for rank in range(ranks)
+            context.Process(target=target, args=(rank, *args, scratch)) for rank in range(ranks)
         ]
         for process in processes:
             process.start()

@@ -11,12 +11,10 @@ and a process that runs one step needs up to twice as much.
 """
 
 import json
-import multiprocessing
 import os
-import tempfile
 from pathlib import Path
 
-from load_memory import MIB, Peak, rss_anon
+from load_memory import MIB, Peak, on_ranks, rss_anon
 
 MESHES = [
     (1, 1, 1, 1),
@@ -58,21 +56,7 @@ def run(mesh: tuple[int, int, int, int], rows: int, length: int, layers: int) ->
     """What the largest rank measured, in MiB."""
     world_size = mesh[0] * mesh[1] * mesh[2] * mesh[3]
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as scratch:
-        processes = [
-            context.Process(
-                target=rank_main, args=(rank, world_size, mesh, rows, length, layers, scratch)
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"a rank failed with exit code {process.exitcode}")
-        found = [json.loads(Path(scratch, f"{r}.json").read_text()) for r in range(world_size)]
+    found = on_ranks(world_size, rank_main, world_size, mesh, rows, length, layers)
     return max(found, key=lambda one: one["peak"])
 
 

@@ -40,7 +40,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
     """Perplexity of one model on one corpus, over dp_replicate x dp_shard x cp x tp processes.
 
     Everything that can be wrong without reading a weight is checked before any is read. Then every
-    rank runs the same number of steps, and one reduction at the end completes the ledger. Rank 0
+    rank runs the same number of steps, and at the end the ledger is added up over the ranks. Rank 0
     alone writes and prints.
 
     Args:
@@ -154,7 +154,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             result.summary,
             resamples=bootstrap.resamples,
             seed=bootstrap.seed,
-            **self.describe(peak_memory),
+            **self.describe(result.summary.total.num_scored, peak_memory),
         )
         write_results(self.output_dir, content, result.summary.documents)
         metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
@@ -169,11 +169,10 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             logger.warning("a perplexity exceeds float64 and is null in results.json: see the NLL")
         print(f"results: {self.output_dir / 'results.json'}")
 
-    def describe(self, peak_memory: float | None) -> dict[str, Any]:
+    def describe(self, num_scored: int, peak_memory: float | None) -> dict[str, Any]:
         """The sections of results.json that say what was run, and how fast."""
         seconds = self.timer.seconds
         workload = self.workload
-        num_scored = int(workload.windows.num_scored.sum())
         return {
             "command": environment.command(
                 sys.argv, self.ranks.world_size, self.ranks.local_world_size

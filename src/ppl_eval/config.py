@@ -319,7 +319,7 @@ def _check_values(config: EvalConfig) -> None:
     at_least("seed", config.seed, 0)
     at_least("bootstrap.resamples", config.bootstrap.resamples, 0)
     at_least("bootstrap.seed", config.bootstrap.seed, 0)
-    config.fail_if = dict(_limits(config.fail_if, "fail_if"))
+    config.fail_if = dict(_limits(config.fail_if))
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
     _check_finite(dataclasses.asdict(config), "")
@@ -328,19 +328,19 @@ def _check_values(config: EvalConfig) -> None:
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
 
 
-def _limits(node: dict[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, float]]:
+def _limits(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Dotted keys and limits of ``fail_if``, written flat or nested."""
     for key, value in node.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _limits(value, where, f"{dotted}.")
+            yield from _limits(value, f"{dotted}.")
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{where}.{dotted} is {value!r}, but it is a number: the most allowed")
+            raise UserError(f"fail_if.{dotted} is {value!r}, but it is a number: the most allowed")
         if dotted.startswith("metrics.") and dotted.removeprefix("metrics.") not in METRICS:
             names = ", ".join(f"metrics.{name}" for name in METRICS)
             raise UserError(
-                f"{where} has {dotted}, but it is one of {names}, or domains.NAME. and one"
+                f"fail_if has {dotted}, but it is one of {names}, or domains.NAME. and one"
             )
         yield dotted, float(value)
 

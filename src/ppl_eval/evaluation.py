@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ppl_eval.data.batch import collate
-from ppl_eval.data.documents import NamedCorpora, as_documents
+from ppl_eval.data.documents import as_documents, come_as_tokens
 from ppl_eval.data.encode import EncodedCorpus, check_ids, encode_corpus
 from ppl_eval.data.plan import Plan, make_plan
 from ppl_eval.data.protocol import Protocol, make_protocol
@@ -107,7 +107,7 @@ def prepare(
         UserError: a bad row, an empty corpus, or one in which no token has any context.
     """
     rows = as_documents(documents, max_documents)
-    if isinstance(rows, list | NamedCorpora) and any(d.tokens is not None for d in rows):
+    if come_as_tokens(rows):
         protocol = protocol.for_tokens()
         if not any(d.counts is None or d.counts[1:].any() for d in rows):
             raise UserError(

@@ -13,7 +13,6 @@ from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
-from ppl_eval.data.documents import Corpus
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
@@ -73,8 +72,11 @@ def prepare(
     model = build_on_meta(cfg.model, dtype, config)
     check_against_config(model, checkpointer, config)
     check_heads(model, cfg.parallel.tp, cfg.model["_component_"])
+    packs = RULES[cfg.protocol.name].packs
+    if packs:
+        check_attention(model, "protocol.name is packed", "protocol.name=document")
     if cfg.parallel.cp > 1:
-        if RULES[cfg.protocol.name].packs:
+        if packs:
             raise UserError(
                 f"parallel.cp is {cfg.parallel.cp}, but {cfg.protocol.name} does not share its"
                 " rows: set parallel.cp=1, or protocol.name=document, which gives the same numbers"
@@ -132,13 +134,13 @@ def _loss_warnings(workload: evaluation.Workload) -> Iterator[str]:
 
 def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[str]:
     """torchtune's data sets cut samples at the tokenizer's max_seq_len, and do not say so."""
-    if limit is None or isinstance(workload.corpus.documents, Corpus):
+    if limit is None or not workload.corpus.as_tokens:
         return
-    documents = workload.corpus.documents
-    cut = sum(d.tokens is not None and len(d.tokens) >= limit - 1 for d in documents)
+    num_tokens = workload.corpus.num_tokens
+    cut = int((num_tokens >= limit - 1).sum())
     if cut:
         yield (
-            f"{cut:,} of {len(documents):,} samples are as long as tokenizer.max_seq_len={limit}"
+            f"{cut:,} of {len(num_tokens):,} samples are as long as tokenizer.max_seq_len={limit}"
             " allows: the data set cuts there, and what it cut is not counted; set it to null"
         )
 
@@ -186,7 +188,7 @@ def describe(args: Sequence[str], num_processes: int) -> str:
         "text": f"{len(corpus.documents):,} documents, {corpus.num_tokens.sum():,} tokens,"
         f" {corpus.num_words.sum():,} words, {corpus.num_bytes.sum():,} bytes",
         "protocol": tables.describe_protocol(workload.protocol.describe()),
-        "scored": f"{windows.num_scored.sum():,} tokens;"
+        "scored": f"{windows.num_scored.sum():,} tokens{_less_masked(workload)};"
         f" {windows.no_context.sum():,} have no context, {windows.context_only.sum():,} are context"
         f" only, {windows.truncated.sum():,} are truncated",
         "windows": f"{len(windows):,} in {len(plan.batches):,} batches of at most"
@@ -195,6 +197,10 @@ def describe(args: Sequence[str], num_processes: int) -> str:
     }
     warnings = [f"warning: {warning}" for warning in ready.warnings]
     return "\n".join([*(f"{name:<10}{text}" for name, text in lines.items()), *warnings])
+
+
+def _less_masked(workload: evaluation.Workload) -> str:
+    return " less what the data set masks" if workload.corpus.as_tokens else ""
 
 
 def _gib(num_bytes: float) -> str:

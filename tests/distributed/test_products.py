@@ -23,6 +23,7 @@ from torchtune.models.llama3_2 import llama3_2
 
 from ppl_eval import evaluate, shipped
 from ppl_eval.data import hf_tokenizer
+from ppl_eval.data.protocol import RULES
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder, vocabulary_part
@@ -295,3 +296,42 @@ def biased(rank, world_size):
 def test_a_bias_is_added_once():
     alone = run_on_ranks(1, biased, 1)[0]
     assert run_on_ranks(2, biased, 2) == [pytest.approx(alone, rel=1e-6)] * 2
+
+
+def samples():
+    """Rows that come as tokens, of which every third does not count."""
+    rows = [ids for ids in documents(20) if len(ids) > 2]
+    return [{"tokens": ids, "mask": [n % 3 == 0 for n in range(len(ids))]} for ids in rows]
+
+
+def by_protocol(rank, world_size, mesh):
+    """(protocol, data) -> (scored tokens, NLL) of the embedded student."""
+    found = {}
+    for name, data in itertools.product(RULES, ("texts", "samples")):
+        rule = RULES[name]
+        if (rule.packs and mesh[2] > 1) or (
+            data == "samples" and (rule.separator is not None or rule.opens_with_bos)
+        ):
+            continue
+        result = on_mesh(
+            folder_of("tiny_student"),
+            mesh,
+            world_size,
+            *(f"protocol.name={name}", "protocol.max_seq_len=48", "max_tokens_per_batch=200"),
+            dataset=f"{__name__}.{data}",
+        )
+        total = result.summary.total
+        found[name, data] = total.num_scored, total.nll_nats_sum
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)])
+def test_every_protocol_on_a_mesh(mesh):
+    """One process is held to other tools and to loops in tests/recipes."""
+    alone = run_on_ranks(1, by_protocol, 1, (1, 1, 1, 1))[0]
+    assert len(alone) == len(RULES) + 2
+    for found in run_on_ranks(2, by_protocol, 2, mesh):
+        assert len(found) == len(alone) - (2 if mesh[2] > 1 else 0)
+        for key, (num_scored, nll) in found.items():
+            assert num_scored == alone[key][0], key
+            assert nll == pytest.approx(alone[key][1], rel=0 if mesh[1] > 1 else 1e-6), key

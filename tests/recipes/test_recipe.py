@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ppl_eval import shipped
 from ppl_eval.data import hf_tokenizer
+from ppl_eval.metrics.names import METRICS
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,7 @@ def test_results_and_table(tune, held_out):
     assert content["intervals_95_bootstrap"]["bits_per_byte"][0] < metrics["bits_per_byte"]
     iid_low, iid_high = content["intervals_95_token_iid"]["token_perplexity"]
     assert low < iid_low < iid_high < high
+    assert set(METRICS) - {"hf_perplexity"} == set(metrics) - {"nll_nats_sum", "overflow"}
     for section in ("loss_by_position", "loss_by_document_length"):
         assert sum(row["scored_tokens"] for row in content[section]) == num_tokens
         sums = [row["scored_tokens"] * row["nll_nats_per_token"] for row in content[section]]
@@ -622,6 +624,9 @@ def test_instruction_data_counts_answers_only(tune, tmp_path):
     assert total == counts["tokens"] == sum(len(s["tokens"]) for s in samples)
     assert content["metrics"]["word_perplexity"] is None
     assert content["protocol"]["bos_id"] is None
+    performance = content["performance"]
+    scored_in_time = performance["tokens_per_s"] * performance["seconds"]["evaluate"]
+    assert scored_in_time == pytest.approx(counts["scored_tokens"])
 
 
 def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
@@ -654,3 +659,23 @@ def test_a_limit_that_cuts_nothing_changes_nothing(tune, tmp_path):
         found.append((results()["counts"]["scored_tokens"], results()["metrics"]["nll_nats_sum"]))
     assert found[0] == found[1]
     assert found[2][0] < found[0][0]
+
+
+def test_texts_and_tokens_are_not_mixed(tune, tmp_path):
+    """The protocol's BOS belongs before the one and not before the other."""
+    instruct(tmp_path, CHAT)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "Ada lived near the mill."}))
+    head, rest = shipped.config_path("tiny_ppl_eval").read_text().split("\ndataset:\n")
+    named = """
+dataset:
+  - {name: texts, data_files: text.jsonl}
+  - name: answers
+    _component_: torchtune.datasets.instruct_dataset
+    source: json
+    data_files: chat.jsonl
+    split: train
+"""
+    (tmp_path / "mixed.yaml").write_text(head + named + rest[rest.index("\nprotocol:") :])
+    code, _, err = tune(config="mixed.yaml")
+    assert code == 1
+    assert "some documents are texts and some come as tokens" in err

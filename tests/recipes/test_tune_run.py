@@ -212,3 +212,22 @@ def test_records_of_tokens_from_every_mesh(tmp_path):
         assert tables[2][column].equals(tables[0][column])
     nlls = zip(tables[2]["nll_nats"].to_pylist(), tables[0]["nll_nats"].to_pylist(), strict=True)
     assert all(one == pytest.approx(two, abs=1e-4) for one, two in nlls)
+
+
+def test_a_limit_that_two_processes_exceed(tmp_path):
+    """The results are whole, the sentence comes once, and no process ends well."""
+    limit = "fail_if.metrics.token_perplexity=1.1"
+    done = tune_run(
+        *("ppl_eval", "--config", "tiny_ppl_eval", "max_documents=9", limit),
+        cwd=tmp_path,
+        num_processes=2,
+    )
+    assert done.returncode != 0
+    ours = by_our_processes(done.stderr)
+    assert ours.count("ppl_eval: error: fail_if: metrics.token_perplexity is ") == 1
+    assert "Traceback" not in ours
+    exits = set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr))
+    assert exits <= {"3", "-15"}
+    assert "3" in exits
+    content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
+    assert content["counts"]["documents"] == 9

@@ -8,7 +8,7 @@ import pytest
 
 from ppl_eval import Document, UserError
 from ppl_eval.data import text_corpus
-from ppl_eval.data.documents import as_documents, labels
+from ppl_eval.data.documents import NamedCorpora, as_documents, labels
 
 pytestmark = pytest.mark.usefixtures("hf_cache")
 
@@ -250,3 +250,23 @@ def test_python_rows_are_checked(row):
 def test_no_documents_at_all():
     with pytest.raises(UserError, match="no documents"):
         as_documents([])
+
+
+def test_several_data_sets_as_one_sequence(write):
+    lines = "".join(json.dumps({"text": f"a{n}", "domain": f"d{n % 2}"}) + "\n" for n in range(5))
+    corpora = NamedCorpora(
+        {
+            "one": text_corpus(data_files=write("a.jsonl", lines)),
+            "two": [Document("b0"), Document("b1")],
+        }
+    )
+    whole = [(f"a{n}", f"one/d{n % 2}") for n in range(5)] + [("b0", "two"), ("b1", "two")]
+    found = [(document.text, document.domain) for document in corpora]
+    assert found == whole
+    assert [domain for _, domain in corpora.labels()] == [domain for _, domain in whole]
+    for piece in (slice(3, 6), slice(None), slice(-2, None), slice(6, 1, -2), slice(1, 7, 3)):
+        assert [(d.text, d.domain) for d in corpora[piece]] == whole[piece]
+    assert corpora[-1].text == "b1"
+    assert [d.text for d in corpora.first(1)] == ["a0", "b0"]
+    with pytest.raises(IndexError):
+        corpora[7]

@@ -113,7 +113,7 @@ def collate(
         documents[row, begin:end] = windows.document[window]
         places[row, begin:end] = np.arange(length) + start + 1 - len(lead)
         first_target = begin + len(lead) + int(windows.num_skipped[window]) - 1
-        counts = corpus.documents[int(windows.document[window])].counts
+        counts = corpus.counts(int(windows.document[window]))
         if counts is None:
             scored[row, first_target:end] = True
         else:  # a row that came as tokens: its places are the document's

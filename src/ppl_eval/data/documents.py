@@ -135,15 +135,18 @@ class NamedCorpora(Sequence[Document]):
     @overload
     def __getitem__(self, index: slice) -> list[Document]: ...
     def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
+        if isinstance(index, int):
+            number = range(len(self))[index]
+            return self[number : number + 1][0]
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            return [self[number] for number in range(start, stop, step)]
+        found: list[Document] = []
         for name, part in self.parts.items():
-            if number < len(part):
-                document = part[number]
-                return replace(document, domain=_below(name, document.domain))
-            number -= len(part)
-        raise IndexError(index)
+            inside = part[max(start, 0) : max(stop, 0)]
+            found += [replace(d, domain=_below(name, d.domain)) for d in inside]
+            start, stop = start - len(part), stop - len(part)
+        return found
 
 
 def _below(name: str, domain: str | None) -> str:
@@ -190,6 +193,27 @@ def labels(documents: Sequence[Document]) -> list[tuple[str | int | None, str | 
     if isinstance(documents, Corpus | NamedCorpora):
         return documents.labels()
     return [(document.id, document.domain) for document in documents]
+
+
+def come_as_tokens(documents: Sequence[Document]) -> bool:
+    """Whether the rows come tokenised, found out without reading texts.
+
+    Raises:
+        UserError: some do and some do not: special tokens are the rows' own in the one case and the
+            protocol's in the other.
+    """
+    if isinstance(documents, Corpus):
+        return False
+    if isinstance(documents, NamedCorpora):
+        kinds = {come_as_tokens(part) for part in documents.parts.values()}
+    else:
+        kinds = {document.tokens is not None for document in documents}
+    if len(kinds) > 1:
+        raise UserError(
+            "some documents are texts and some come as tokens, which have their own BOS: measure"
+            " them in two runs"
+        )
+    return True in kinds
 
 
 def _as_document(number: int, row: Any) -> Document:

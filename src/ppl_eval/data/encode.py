@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ppl_eval import fingerprint
-from ppl_eval.data.documents import Document
+from ppl_eval.data.documents import Document, come_as_tokens
 from ppl_eval.data.tokenizer import TextTokenizer, text_encoder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.reduce import reduce_
@@ -42,6 +42,7 @@ class EncodedCorpus:
         num_characters: code points by document (int64 [documents]).
         num_words: words by document, as the protocol counts them (int64 [documents]).
         lost_bytes: UTF-8 bytes by document that no token stands for (int64 [documents]).
+        as_tokens: whether the documents came tokenised.
         fingerprint: hash of the texts in their order.
     """
 
@@ -53,6 +54,7 @@ class EncodedCorpus:
     num_characters: np.ndarray
     num_words: np.ndarray
     lost_bytes: np.ndarray
+    as_tokens: bool
     fingerprint: str
     _ids: "OrderedDict[int, np.ndarray]" = field(default_factory=OrderedDict)
     _may_forget: bool = True
@@ -60,6 +62,10 @@ class EncodedCorpus:
 
     def __post_init__(self) -> None:
         self._num_kept = sum(len(ids) for ids in self._ids.values())
+
+    def counts(self, document: int) -> np.ndarray | None:
+        """Which tokens of a document may be scored (bool [tokens]); None: all."""
+        return self.documents[document].counts if self.as_tokens else None
 
     def fetch(self, documents: Iterable[int]) -> dict[int, np.ndarray]:
         """Text token ids (int32) of several documents, encoding those that are not at hand.
@@ -152,6 +158,7 @@ def encode_corpus(
         num_characters=counts[2],
         num_words=counts[3],
         lost_bytes=counts[4],
+        as_tokens=come_as_tokens(documents),
         fingerprint=fingerprint.of_arrays(counts[5]),
         _ids=ids,
         _may_forget=size > 1,

@@ -38,8 +38,7 @@ class TokenRecords:
         Args:
             group: ranks that scored different tokens (the ``loss`` mesh), or None for this rank.
         """
-        empty = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0)
-        mine = tuple(map(np.concatenate, zip(*(self._parts or [empty]), strict=True)))
+        mine = tuple(map(np.concatenate, zip(*self._parts, strict=True)))
         gathered: list = [mine]
         if group is not None:
             first = dist.get_rank(group) == 0

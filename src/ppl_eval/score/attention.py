@@ -24,14 +24,8 @@ SCORE_ELEMENTS = 2**25
 """Scores that exist at a time, at most, where they must be seen (soft caps)."""
 
 
-@dataclass(frozen=True)
-class CausalAttention:
-    """Takes the place of what torchtune's MultiHeadAttention calls after rope; see
-    :func:`causal_attention` for the options."""
-
-    window: int | None = None
-    soft_cap: float | None = None
-    scale: float | None = None
+class _Attention:
+    """Takes the place of what torchtune's MultiHeadAttention calls after rope."""
 
     def __call__(
         self,
@@ -42,9 +36,25 @@ class CausalAttention:
         dropout_p: float,
         is_causal: bool,
     ) -> torch.Tensor:
-        """Attended values of q, k, v [B, H, T, K]."""
-        _refuse_mask(mask)
+        """Attended values of q, k, v [B, H, T, K]; no layer may ask for a mask of its own."""
+        if mask is not None:
+            raise UserError(
+                "a layer gives its attention a mask, which only plain attention can take"
+            )
         return self.attend(q, k, v)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attended values of q [B, H, T, K], as the kind of attention has it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CausalAttention(_Attention):
+    """Whole windows; see :func:`causal_attention` for the options."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """:func:`causal_attention` with these options."""
@@ -54,7 +64,7 @@ class CausalAttention:
 
 
 @dataclass(frozen=True)
-class SplitAttention:
+class SplitAttention(_Attention):
     """:class:`CausalAttention` where each rank has the queries, keys and values of its chunks.
 
     Keys and values are gathered with as few heads as the model has of them, and each chunk of
@@ -65,17 +75,8 @@ class SplitAttention:
     context: ContextSplit
     queries_per_key: int
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attended values of this rank's q, k, v [B, H, 2c, K]."""
-        _refuse_mask(mask)
         repeats, size = self.queries_per_key, q.shape[2] // 2
         own = torch.stack([k[:, ::repeats], v[:, ::repeats]])
         keys, values = self.context.gather(own, dim=3).repeat_interleave(repeats, dim=2)
@@ -87,23 +88,14 @@ class SplitAttention:
 
 
 @dataclass(frozen=True)
-class PackedAttention:
+class PackedAttention(_Attention):
     """:class:`CausalAttention` in rows that hold several windows, blind to each other."""
 
     whole: CausalAttention
     spans: Sequence[tuple[int, int, int]]
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attended values of q, k, v [B, H, T, K]; zero in the padding."""
-        _refuse_mask(mask)
         attended = torch.zeros_like(q)
         for row, begin, length in self.spans:
             place = (slice(row, row + 1), slice(None), slice(begin, begin + length))
@@ -205,11 +197,6 @@ def _known_call(attention: Any) -> CausalAttention | None:
         if getattr(call, "__module__", None) == "torchtune.modules.attention_utils":
             return CausalAttention()  # torchtune's own, which is plain
     return None
-
-
-def _refuse_mask(mask: torch.Tensor | None) -> None:
-    if mask is not None:
-        raise UserError("a layer gives its attention a mask, which only plain attention can take")
 
 
 def causal_attention(
