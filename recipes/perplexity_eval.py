@@ -11,17 +11,17 @@ from ppl_eval import components, evaluation, launch, preflight
 from ppl_eval.config import EvalConfig, parse
 from ppl_eval.errors import LimitExceeded
 from ppl_eval.metrics.tokens import TokenRecords
-from ppl_eval.model.load import load
+from ppl_eval.model.ready import num_ids
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.memory import peak_memory_gib
-from ppl_eval.parallel.shard import shard_decoder
-from ppl_eval.parallel.tensor import split_decoder
 from ppl_eval.report import environment, tables
+from ppl_eval.report.fidelity import description, fidelity
 from ppl_eval.report.output import make_output_dir
 from ppl_eval.report.progress import ProgressBar, Timer
-from ppl_eval.report.results import over_limits, results, write_results
+from ppl_eval.report.results import over_limits, results, teacher_results, write_results
 from ppl_eval.report.tokens import write_tokens
+from ppl_eval.steps import Teacher
 
 import dataclasses
 import logging
@@ -79,33 +79,45 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             self.meshes = self.dims.build_mesh(self.device.type)
         with self.timer.phase("data"):
             self.ready = preflight.prepare(cfg, self.dtype, process_group.world())
-            self.model, self.workload = self.ready.model, self.ready.workload
+            self.workload = self.ready.workload
             if self.ranks.rank == 0:
-                self.fingerprints = preflight.fingerprints(self.ready, cfg)
+                self.fingerprints = preflight.fingerprints(self.ready)
                 self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
                 components.need(
                     self.metric_logger, "metric_logger", "log_dict", "log_config", "close"
                 )
+        for note in self.ready.notes:
+            logger.info(note)
         for warning in self.ready.warnings:
             logger.warning("warning: %s", warning)
         logger.info(tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size))
         with self.timer.phase("load"):
-            if self.meshes is not None:
-                split_decoder(self.model, self.meshes.tp)
-                shard_decoder(
-                    self.model,
-                    self.model.layers,
-                    self.meshes.fsdp,
-                    reshard_after_forward=cfg.parallel.reshard_after_forward,
-                )
-            self.load_checkpoint()
+            self.load_checkpoints(cfg)
         if self.metric_logger is not None:
             self.metric_logger.log_config(OmegaConf.structured(cfg))
 
-    def load_checkpoint(self) -> None:
-        """Each rank's shards, tensor by tensor, and the buffers that no checkpoint holds."""
-        first, ready = self.ranks.rank == 0, self.ready
-        load(self.model, ready.source, ready.convert, self.device, show_progress=first)
+    def load_checkpoints(self, cfg: EvalConfig) -> None:
+        """The model and its teacher, each over its meshes: this rank's shards of both."""
+        show_progress = self.ranks.rank == 0
+        reshard = cfg.parallel.reshard_after_forward
+        self.ready.student.place(
+            self.meshes, self.device, reshard_after_forward=reshard, show_progress=show_progress
+        )
+        self.teacher = None
+        if self.ready.teacher is None:
+            return
+        self.teacher_dims = preflight.teacher_dims(cfg, self.dims)
+        meshes = self.meshes
+        if meshes is not None and self.teacher_dims != self.dims:
+            meshes = self.teacher_dims.build_mesh(self.device.type)
+        own = cfg.teacher_parallel.reshard_after_forward
+        self.ready.teacher.place(
+            meshes,
+            self.device,
+            reshard_after_forward=reshard if own is None else own,
+            show_progress=show_progress,
+        )
+        self.teacher = Teacher.on(self.ready.teacher.model, meshes)
 
     def evaluate(self) -> None:
         """Score all windows, write and print the results."""
@@ -122,12 +134,13 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         records = TokenRecords() if cfg.save_tokens else None
         with self.timer.phase("evaluate"):
             result = evaluation.run(
-                self.model,
+                self.ready.student.model,
                 self.workload,
                 device=self.device,
                 batch_group=None if meshes is None else meshes.batch.get_group(),
                 loss_group=None if meshes is None else meshes.loss.get_group(),
                 cp_group=None if meshes is None else meshes.cp.get_group(),
+                teacher=self.teacher,
                 fp32_logits=cfg.logits_dtype == "fp32",
                 records=records,
                 on_step=on_step,
@@ -137,25 +150,22 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         if records is not None:
             tokens = records.gather(None if meshes is None else meshes.loss.get_group())
             if self.ranks.rank == 0:
-                write_tokens(self.output_dir, self.workload, *tokens)
+                write_tokens(self.output_dir, self.workload, tokens)
         if bar is not None:
             bar.close()
             self.report(result, peak if cfg.log_peak_memory_stats else None)
         if cfg.fail_if:
-            problem = over_limits(results(result.summary), cfg.fail_if)
+            problem = over_limits(self.content(result, with_bootstrap=False), cfg.fail_if)
             process_group.wait_for_all()  # rank 0 has written
             if problem:
                 raise LimitExceeded(problem)
 
     def report(self, result: evaluation.Evaluation, peak_memory: float | None) -> None:
         """On rank 0: results.json, documents.jsonl, the metric logger, and the table."""
-        bootstrap = self.cfg.bootstrap
-        content = results(
-            result.summary,
-            resamples=bootstrap.resamples,
-            seed=bootstrap.seed,
+        content = {
+            **self.content(result),
             **self.describe(result.summary.total.num_scored, peak_memory),
-        )
+        }
         write_results(self.output_dir, content, result.summary.documents)
         metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
         self.metric_logger.log_dict(
@@ -165,9 +175,42 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         print()
         print(tables.describe_run(content), end="\n\n")
         print(tables.result_table(tables.result_rows(content, name)), end="\n\n")
+        if self.teacher is not None:
+            print(description(content), end="\n\n")
         if content["metrics"]["overflow"]:
             logger.warning("a perplexity exceeds float64 and is null in results.json: see the NLL")
         print(f"results: {self.output_dir / 'results.json'}")
+
+    def content(
+        self, result: evaluation.Evaluation, *, with_bootstrap: bool = True
+    ) -> dict[str, Any]:
+        """What was measured, as in results.json; the same on every rank."""
+        bootstrap, documents = self.cfg.bootstrap, result.summary.documents
+        content = results(
+            result.summary,
+            resamples=bootstrap.resamples if with_bootstrap else 0,
+            seed=bootstrap.seed,
+        )
+        if self.ready.teacher is None:
+            return content
+        dtype = self.cfg.teacher_dtype or self.cfg.dtype
+        models = (self.ready.student.model, self.ready.teacher.model)
+        content["teacher"] = teacher_results(
+            result.teacher,
+            model=self.ready.teacher.component,
+            checkpoint_dir=self.ready.teacher.checkpointer.get("checkpoint_dir"),
+            checkpoint_dtype=self.ready.teacher.checkpoint_dtype,
+            dtype=dtype,
+            mesh={**dataclasses.asdict(self.teacher_dims), "description": str(self.teacher_dims)},
+        )
+        content["fidelity"] = fidelity(
+            documents,
+            documents.by_domain(),
+            result.fidelity,
+            rows=tuple(map(num_ids, models)),
+            dtype=dtype,
+        )
+        return content
 
     def describe(self, num_scored: int, peak_memory: float | None) -> dict[str, Any]:
         """The sections of results.json that say what was run, and how fast."""
@@ -190,7 +233,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 "mesh": {**dataclasses.asdict(self.dims), "description": str(self.dims)},
                 "dtype": self.cfg.dtype,
                 "logits_dtype": self.cfg.logits_dtype,
-                "checkpoint_dtype": self.ready.checkpoint_dtype,
+                "checkpoint_dtype": self.ready.student.checkpoint_dtype,
             },
             "config": dataclasses.asdict(self.cfg),
             "fingerprints": self.fingerprints,

@@ -137,7 +137,6 @@ def compare(name, folder, overrides=()):
     """
     from ppl_eval import evaluation, preflight
     from ppl_eval.config import load as load_config
-    from ppl_eval.model.load import load
     from ppl_eval.score.head import score
 
     model = write(name, folder)
@@ -151,8 +150,8 @@ def compare(name, folder, overrides=()):
         ]
     )
     ready = preflight.prepare(cfg, torch.float32)
-    load(ready.model, ready.source, ready.convert, torch.device("cpu"))
-    result = evaluation.run(ready.model, ready.workload, device=torch.device("cpu"))
+    ready.student.place(None, torch.device("cpu"))
+    result = evaluation.run(ready.student.model, ready.workload, device=torch.device("cpu"))
     by_document = worst_token = 0.0
     for row, document in zip(documents(), result.summary.documents.rows(), strict=True):
         nll = 0.0
@@ -162,7 +161,7 @@ def compare(name, folder, overrides=()):
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             with torch.no_grad():
                 log_probs = model(inputs).logits.double().log_softmax(dim=-1)
-                ours = score(ready.model, inputs, targets, torch.ones_like(targets).bool())
+                ours = score(ready.student.model, inputs, targets, torch.ones_like(targets).bool())
             theirs = -log_probs.gather(2, targets.unsqueeze(2)).squeeze(2)
             worst_token = max(worst_token, float((ours - theirs).abs().max()))
             nll += float(theirs.sum())

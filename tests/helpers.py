@@ -99,21 +99,71 @@ def chunks(ids, size, bos_id=None):
 
 def student_in_float64():
     """The embedded student, built by torchtune alone."""
-    folder = embedded_path("tiny_student")
+    return in_float64(embedded_path("tiny_student"))
+
+
+def in_float64(folder):
+    """A checkpoint of the embedded models' kind, built by torchtune alone."""
     config = json.loads((folder / "config.json").read_text())
+    heads = {"num_heads": config["num_attention_heads"]}
+    heads["num_kv_heads"] = config["num_key_value_heads"]
     model = llama3_2(
         vocab_size=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
-        num_heads=8,
-        num_kv_heads=4,
+        **heads,
         embed_dim=config["hidden_size"],
         intermediate_dim=config["intermediate_size"],
         max_seq_len=256,
         rope_base=config.get("rope_theta") or config["rope_parameters"]["rope_theta"],
         scale_factor=1,
         norm_eps=config["rms_norm_eps"],
+        tie_word_embeddings=config["tie_word_embeddings"],
     )
     weights = load_file(folder / "model.safetensors")
-    dim = config["hidden_size"]
-    model.load_state_dict(hf_to_tune(weights, num_heads=8, num_kv_heads=4, dim=dim))
+    model.load_state_dict(hf_to_tune(weights, **heads, dim=config["hidden_size"]))
     return model.double().eval()
+
+
+def compared(student, teacher, windows, shared_ids=None):
+    """What a float64 loop over full logits finds of each scored token, straight from definitions.
+
+    Args:
+        student, teacher: tokens [1, T] -> logits [1, T, V].
+        windows: as for :func:`oracle`.
+        shared_ids: ids that both have; divergences are of distributions over these.
+
+    Returns:
+        Name -> values [tokens].
+    """
+    columns = {}
+
+    def add(name, values):
+        columns.setdefault(name, []).append(values.double())
+
+    with torch.no_grad():
+        for tokens, skipped in windows:
+            if len(tokens) < 2:
+                continue
+            kept = slice(max(skipped - 1, 0), None)
+            targets = torch.tensor(tokens[1:])[kept]
+            logits = [m(torch.tensor([tokens]))[0, :-1][kept].double() for m in (student, teacher)]
+            q, p = (x[:, :shared_ids].log_softmax(dim=1) for x in logits)
+            m = torch.log((p.exp() + q.exp()) / 2)
+            add("kl_teacher_student", (p.exp() * (p - q)).sum(dim=1))
+            add("kl_student_teacher", (q.exp() * (q - p)).sum(dim=1))
+            to_middle = (p.exp() * (p - m)).sum(dim=1), (q.exp() * (q - m)).sum(dim=1)
+            add("js", sum(to_middle) / 2)
+            add("teacher_entropy", -(p.exp() * p).sum(dim=1))
+            add("student_entropy", -(q.exp() * q).sum(dim=1))
+            add("cross_entropy", -(p.exp() * q).sum(dim=1))
+            add("top1", q.argmax(dim=1) == p.argmax(dim=1))
+            tops = [x.topk(5, dim=1).indices.tolist() for x in (q, p)]
+            overlaps = [len(set(a) & set(b)) / 5 for a, b in zip(*tops, strict=True)]
+            add("top5", torch.tensor(overlaps))
+            add("teacher_confidence", p.exp().amax(dim=1))
+            own = [F.cross_entropy(x, targets, reduction="none") for x in logits]
+            add("nll", own[0])
+            add("teacher_nll", own[1])
+            add("probability_difference", (-own[0]).exp() - (-own[1]).exp())
+            add("context", torch.arange(1, len(tokens))[kept])
+    return {name: torch.cat(parts) for name, parts in columns.items()}

@@ -4,10 +4,9 @@ import torch
 
 from ppl_eval import evaluation, preflight
 from ppl_eval.config import load as load_config
-from ppl_eval.model.load import load
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.shard import shard_decoder
-from ppl_eval.parallel.tensor import split_decoder
+from ppl_eval.parallel.process_group import DTYPES
+from ppl_eval.steps import Teacher
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
@@ -22,22 +21,34 @@ def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
     """
     dims = ParallelDims(*mesh, world_size=world_size)
     meshes = dims.build_mesh("cpu")
-    ready = prepared(folder, mesh, *overrides, dataset=dataset)
-    split_decoder(ready.model, meshes.tp)
-    shard_decoder(ready.model, ready.model.layers, meshes.fsdp)
-    load(ready.model, ready.source, ready.convert, torch.device("cpu"))
+    cfg = configured(folder, mesh, *overrides, dataset=dataset)
+    ready = preflight.prepare(cfg, DTYPES[cfg.dtype])
+    ready.student.place(meshes, torch.device("cpu"))
+    teacher = None
+    if ready.teacher is not None:
+        teacher_dims = preflight.teacher_dims(cfg, dims)
+        teacher_meshes = meshes if teacher_dims == dims else teacher_dims.build_mesh("cpu")
+        ready.teacher.place(teacher_meshes, torch.device("cpu"))
+        teacher = Teacher.on(ready.teacher.model, teacher_meshes)
     return evaluation.run(
-        ready.model,
+        ready.student.model,
         ready.workload,
         device=torch.device("cpu"),
         batch_group=meshes.batch.get_group(),
         loss_group=meshes.loss.get_group(),
         cp_group=meshes.cp.get_group(),
+        teacher=teacher,
     )
 
 
 def prepared(folder, mesh, *overrides, dataset=None):
     """The checkpoint as it is before any weight is read."""
+    cfg = configured(folder, mesh, *overrides, dataset=dataset)
+    return preflight.prepare(cfg, DTYPES[cfg.dtype])
+
+
+def configured(folder, mesh, *overrides, dataset=None):
+    """The config of :func:`on_mesh`."""
     cfg = load_config(
         [
             *("--config", "auto_ppl_eval", f"checkpoint_dir={folder}", "dtype=fp32"),
@@ -48,4 +59,4 @@ def prepared(folder, mesh, *overrides, dataset=None):
     )
     if dataset:
         cfg.dataset = {"_component_": dataset}
-    return preflight.prepare(cfg, {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.dtype])
+    return cfg

@@ -3,13 +3,15 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
+import torchtune
 from torchtune._recipe_registry import get_all_recipes
 
 from ppl_eval import shipped
-from ppl_eval.config import COMPONENTS, known_keys, load, read_yaml
+from ppl_eval.config import COMPONENTS, TEACHER_COMPONENTS, known_keys, load, read_yaml
 from ppl_eval.errors import UserError
 from ppl_eval.model.agree import check_against_config
 from ppl_eval.model.auto import sections
@@ -32,10 +34,13 @@ def test_the_configs_are_found_and_none_has_a_name_of_torchtune():
 def test_a_config_fits_the_schema_and_builds_its_model(name):
     folder = [f"checkpoint_dir={STUDENT}"] if name == "auto_ppl_eval" else []
     config = load(["--config", name, *folder])
-    model = build_on_meta(config.model, torch.float32, {})
-    assert all(p.is_meta for p in model.parameters())
+    for section in (config.model, config.teacher_model):
+        if section:
+            model = build_on_meta(section, torch.float32, {})
+            assert all(p.is_meta for p in model.parameters())
+            limit = model.max_seq_len
+            assert (config.protocol.max_seq_len or 1024) <= limit or name == "auto_ppl_eval"
     assert config.output_dir == f"./out/{name.replace('/', '_')}"
-    assert (config.protocol.max_seq_len or 1024) <= model.max_seq_len or name == "auto_ppl_eval"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +51,7 @@ def test_a_config_spells_out_every_key(name):
     def keys(node, prefix=""):
         for key, value in node.items():
             yield prefix + key
-            if hasattr(value, "items") and prefix + key not in COMPONENTS:
+            if hasattr(value, "items") and prefix + key not in (*COMPONENTS, *TEACHER_COMPONENTS):
                 yield from keys(value, f"{prefix}{key}.")
 
     assert set(keys(content)) == set(known_keys())
@@ -55,7 +60,8 @@ def test_a_config_spells_out_every_key(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_in_the_header_parse(name):
     header = shipped.config_path(name).read_text().split("\n\n")[0]
-    commands = [shlex.split(c) for c in re.findall(r"^#\s+(tune run .*)$", header, re.MULTILINE)]
+    commands = re.findall(r"^#\s+(tune run .*)$", header, re.MULTILINE)
+    commands = [shlex.split(c) for c in commands if " ppl_eval " in c]
     assert len(commands) >= 3
     assert any("--nproc_per_node" in command for command in commands)
     for command in commands:
@@ -246,7 +252,7 @@ def built(model_section, config):
 
 def test_every_published_model_with_a_config_is_checked():
     ours = {name.removesuffix("_ppl_eval") for name in NAMES}
-    assert ours - {"auto", "tiny", "tiny_teacher"} == set(PUBLISHED)
+    assert ours - {"auto", "tiny", "tiny_teacher", "tiny_pair", *PAIRS} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -308,3 +314,43 @@ def test_builders_of_torchtune_that_differ_from_the_published_model_are_refused(
     model, _ = built({"_component_": f"torchtune.models.{component}"}, published)
     with pytest.raises(UserError, match=key):
         check_against_config(model, {"checkpoint_dir": "DIR"}, published)
+
+
+PAIRS = {
+    "llama3_2/8B_to_1B_KD": ("llama3_2/8B_to_1B_KD_lora", "llama3_2/1B", "llama3_1/8B"),
+    "qwen2/1.5B_to_0.5B_KD": ("qwen2/1.5_to_0.5B_KD_lora", "qwen2/0.5B", "qwen2/1.5B"),
+}
+"""Our config of a pair -> torchtune's of its distillation, ours of the student, of the teacher."""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("kind", ["distributed", "single_device"])
+def test_a_pair_is_torchtunes(name, kind):
+    """Builders and folders of torchtune's own config; sections as in our configs of each alone."""
+    theirs, student, teacher = PAIRS[name]
+    theirs = f"{theirs}_{kind}"
+    recipes = Path(torchtune.__file__).parents[1] / "recipes"
+    published = read_yaml(recipes / "configs" / f"{theirs}.yaml")
+    pair, *alone = (
+        read_yaml(shipped.config_path(f"{n}_ppl_eval")) for n in (name, student, teacher)
+    )
+    builder = pair.model._component_
+    assert published.model._component_ == builder.replace(".qwen2_0", ".lora_qwen2_0").replace(
+        ".llama3_2_1b", ".lora_llama3_2_1b"
+    )
+    assert published.teacher_model._component_ == pair.teacher_model._component_
+    assert Path(published.teacher_checkpointer.checkpoint_dir) == Path(pair.teacher_checkpoint_dir)
+    if kind == "distributed":
+        assert pair.checkpoint_dir == f"{published.output_dir}/epoch_0"
+    assert (pair.model, pair.teacher_model) == tuple(each.model for each in alone)
+    types = pair.checkpointer.model_type, pair.teacher_checkpointer.model_type
+    assert types == tuple(each.checkpointer.model_type for each in alone)
+    registered = {c.name for recipe in get_all_recipes() for c in recipe.configs}
+    assert theirs in registered
+    header = shipped.config_path(f"{name}_ppl_eval").read_text().split("\n\n")[0]
+    assert f"--config {theirs}" in header or kind == "single_device"
+    for download in re.findall(r"--output-dir (\S+)", header):
+        assert any(
+            Path(section.checkpoint_dir) == Path(download)
+            for section in (published.checkpointer, published.teacher_checkpointer)
+        )

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ppl_eval import components, launch, shipped
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
-from ppl_eval.metrics.names import METRICS
+from ppl_eval.metrics.names import LIMITED_FIDELITY, METRICS
 from ppl_eval.model import auto
 
 _DEFAULT_LOGGER = {
@@ -32,6 +32,9 @@ _DEFAULT_LOGGER = {
 
 COMPONENTS = ("tokenizer", "model", "checkpointer", "dataset", "metric_logger")
 """Keys whose value is a torchtune-style component: ``_component_`` and its arguments."""
+
+TEACHER_COMPONENTS = ("teacher_model", "teacher_checkpointer")
+"""Those that only a run beside a teacher has."""
 
 
 @dataclass
@@ -55,6 +58,23 @@ class ParallelConfig:
     cp: int = 1
     tp: int = 1
     reshard_after_forward: bool = True
+
+
+@dataclass
+class TeacherParallelConfig:
+    """What the teacher's mesh has otherwise; null is as in ``parallel``. tp * cp is the same."""
+
+    tp: int | None = None
+    cp: int | None = None
+    reshard_after_forward: bool | None = None
+
+
+@dataclass
+class AdapterConfig:
+    """A LoRA or DoRA adapter of the model in ``checkpoint_dir``: see docs/distillation.md."""
+
+    dir: str | None = None
+    merge: bool = True
 
 
 @dataclass
@@ -82,6 +102,12 @@ class EvalConfig:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     checkpointer: dict[str, Any] = field(default_factory=dict)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    teacher_checkpoint_dir: str | None = None
+    teacher_model: dict[str, Any] = field(default_factory=dict)
+    teacher_checkpointer: dict[str, Any] = field(default_factory=dict)
+    teacher_parallel: TeacherParallelConfig = field(default_factory=TeacherParallelConfig)
+    teacher_dtype: str | None = None
     dataset: dict[str, Any] = field(default_factory=dict)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     max_tokens_per_batch: int = 8192
@@ -99,6 +125,11 @@ class EvalConfig:
     log_every_n_steps: int = 10
     log_peak_memory_stats: bool = True
     log_level: str = "INFO"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher reads the same windows."""
+        return bool(self.teacher_model)
 
 
 def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
@@ -144,12 +175,14 @@ def load(args: Sequence[str]) -> EvalConfig:
 
 def _refuse_ignored_folder(config: EvalConfig, overrides: Sequence[str]) -> None:
     """A config that names its folder elsewhere would measure another model than asked for."""
-    used = config.checkpointer.get("checkpoint_dir")
-    if used != config.checkpoint_dir and any(o.startswith("checkpoint_dir=") for o in overrides):
-        raise UserError(
-            f"checkpoint_dir is {config.checkpoint_dir}, but the checkpointer section names {used}:"
-            " set checkpointer.checkpoint_dir instead"
-        )
+    for whose in ("", "teacher_"):
+        asked = getattr(config, f"{whose}checkpoint_dir")
+        used = getattr(config, f"{whose}checkpointer").get("checkpoint_dir")
+        if used != asked and any(o.startswith(f"{whose}checkpoint_dir=") for o in overrides):
+            raise UserError(
+                f"{whose}checkpoint_dir is {asked}, but the {whose}checkpointer section names"
+                f" {used}: set {whose}checkpointer.checkpoint_dir instead"
+            )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -231,9 +264,12 @@ def to_config(content: DictConfig) -> EvalConfig:
         raise UserError(f"config: {where}{(error.msg or str(error)).splitlines()[0]}") from error
     assert isinstance(config, EvalConfig)
     _complete_from_folder(config)
+    _complete_teacher(config)
     _check_values(config)
     _fill_in_checkpointer(config.checkpointer)
-    for key in COMPONENTS:
+    if config.has_teacher:
+        _fill_in_checkpointer(config.teacher_checkpointer)
+    for key in (*COMPONENTS, *(TEACHER_COMPONENTS if config.has_teacher else ())):
         supplied = ("tokenizer",) if key == "dataset" else ()
         components.check(getattr(config, key), key, supplied=supplied)
     for name, node in config.dataset.get("corpora", {}).items():
@@ -309,6 +345,7 @@ def _check_values(config: EvalConfig) -> None:
 
     one_of("protocol.name", config.protocol.name, tuple(RULES))
     one_of("dtype", config.dtype, ("fp32", "bf16", "fp16"))
+    one_of("teacher_dtype", config.teacher_dtype, (None, "fp32", "bf16", "fp16"))
     one_of("logits_dtype", config.logits_dtype, ("fp32", "model"))
     one_of("process_group.backend", config.process_group.backend, ("auto", "gloo", "nccl"))
     one_of("log_level", config.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
@@ -317,13 +354,16 @@ def _check_values(config: EvalConfig) -> None:
     at_least("max_documents", config.max_documents, 1)
     at_least("log_every_n_steps", config.log_every_n_steps, 1)
     at_least("seed", config.seed, 0)
+    at_least("teacher_parallel.tp", config.teacher_parallel.tp, 1)
+    at_least("teacher_parallel.cp", config.teacher_parallel.cp, 1)
     at_least("bootstrap.resamples", config.bootstrap.resamples, 0)
     at_least("bootstrap.seed", config.bootstrap.seed, 0)
     config.fail_if = dict(_limits(config.fail_if))
+    _check_teacher(config)
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
     _check_finite(dataclasses.asdict(config), "")
-    for key in COMPONENTS:
+    for key in (*COMPONENTS, *(TEACHER_COMPONENTS if config.has_teacher else ())):
         if not getattr(config, key).get("_component_"):
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
 
@@ -337,11 +377,11 @@ def _limits(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"fail_if.{dotted} is {value!r}, but it is a number: the most allowed")
-        if dotted.startswith("metrics.") and dotted.removeprefix("metrics.") not in METRICS:
-            names = ", ".join(f"metrics.{name}" for name in METRICS)
-            raise UserError(
-                f"fail_if has {dotted}, but it is one of {names}, or domains.NAME. and one"
-            )
+        for section, allowed in (("metrics", METRICS), ("fidelity", LIMITED_FIDELITY)):
+            if dotted.startswith(f"{section}.") and dotted.split(".", 1)[1] not in allowed:
+                names = ", ".join(f"{section}.{name}" for name in allowed)
+                more = ", or domains.NAME. and one" if section == "metrics" else ""
+                raise UserError(f"fail_if has {dotted}, but it is one of {names}{more}")
         yield dotted, float(value)
 
 
@@ -359,6 +399,46 @@ def _complete_from_folder(config: EvalConfig) -> None:
         found = auto.sections(config.checkpoint_dir)
         for key in open_sections:
             setattr(config, key, {**found[key], **getattr(config, key)})
+
+
+def _complete_teacher(config: EvalConfig) -> None:
+    """As :func:`_complete_from_folder`; none of the sections means no teacher."""
+    folder = config.teacher_checkpoint_dir
+    open_sections = [k for k in TEACHER_COMPONENTS if "_component_" not in getattr(config, k)]
+    if folder is not None and open_sections:
+        found = auto.model_sections(folder, "teacher_checkpoint_dir")
+        for key in open_sections:
+            section = {**found[key.removeprefix("teacher_")], **getattr(config, key)}
+            setattr(config, key, section)
+    given = [key for key in TEACHER_COMPONENTS if getattr(config, key).get("_component_")]
+    if len(given) == 1:
+        missing = next(key for key in TEACHER_COMPONENTS if key not in given)
+        raise UserError(
+            f"config: {given[0]} is given and {missing} is not: give both, or"
+            " teacher_checkpoint_dir=DIR, a Hugging Face folder"
+        )
+    if not given:  # a config may be written for a teacher that a run leaves out
+        config.teacher_model, config.teacher_checkpointer = {}, {}
+
+
+def _check_teacher(config: EvalConfig) -> None:
+    if config.has_teacher:
+        if config.logits_dtype != "fp32":
+            raise UserError(
+                f"logits_dtype is {config.logits_dtype}, but beside a teacher logits are fp32: the"
+                " rounding of bf16 logits is as large as what is measured; set logits_dtype=fp32"
+            )
+        return
+    asked = [key for key in config.fail_if if key.startswith(("fidelity.", "teacher."))]
+    asked += [
+        f"teacher_parallel.{name}"
+        for name, value in dataclasses.asdict(config.teacher_parallel).items()
+        if value is not None
+    ]
+    if asked:
+        raise UserError(
+            f"{asked[0]} is set, but there is no teacher: set teacher_checkpoint_dir=DIR"
+        )
 
 
 def _check_finite(node: Any, key: str) -> None:

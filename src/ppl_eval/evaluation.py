@@ -4,7 +4,7 @@ The recipe and the Python API both go through here.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -21,17 +21,16 @@ from ppl_eval.data.protocol import Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
+from ppl_eval.metrics.fidelity import Fidelity
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
-from ppl_eval.metrics.positions import PositionLoss
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
-from ppl_eval.parallel.shard import reshard
 from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.report.results import Summary, summarise
-from ppl_eval.score.attention import attention_packed, attention_split
-from ppl_eval.score.head import score, unwrapped
+from ppl_eval.score.head import unwrapped
+from ppl_eval.steps import Alone, BesideTeacher, Teacher, evaluating, noise_batch
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,15 @@ class Evaluation:
         workload: what was scored.
         ledger: results by window.
         summary: counts and metrics of the whole, by domain and by document.
+        teacher: the teacher's, if there is one.
+        fidelity: how far the model is from its teacher, beside the ledger's sums.
     """
 
     workload: Workload
     ledger: Ledger
     summary: Summary
+    teacher: Summary | None = None
+    fidelity: Fidelity | None = None
 
     @property
     def perplexity(self) -> float:
@@ -154,6 +157,7 @@ def run(
     batch_group: dist.ProcessGroup | None = None,
     loss_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
+    teacher: Teacher | None = None,
     fp32_logits: bool = True,
     records: TokenRecords | None = None,
     on_step: Callable[[Progress], None] | None = None,
@@ -170,6 +174,7 @@ def run(
         loss_group: ranks that write different rows of the ledger, or parts of rows (batch x cp);
             None for this rank alone.
         cp_group: ranks that share a window; None where none is shared.
+        teacher: reads the same windows in the same pass; its logits and the model's are fp32 then.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
         records: filled with every token that this rank scores.
         on_step: called on this rank after every step.
@@ -182,6 +187,8 @@ def run(
             ranks which would read different windows.
     """
     check_groups(model, loss_group)
+    if teacher is not None:
+        check_groups(teacher.model, teacher.loss_group)
     windows, plan = workload.windows, workload.plan
     batch_rank = 0 if batch_group is None else dist.get_rank(batch_group)
     num_batch_ranks = 1 if batch_group is None else dist.get_world_size(batch_group)
@@ -190,53 +197,52 @@ def run(
     context = ContextSplit.of(cp_group)
     if context is not None and workload.protocol.rule.packs:
         raise UserError("packed rows are not shared: take cp=1, or the protocol document")
-    ledger = Ledger(len(windows), device, num_parts=1 if context is None else context.size)
-    by_position = PositionLoss(device)
-    running = Perplexity(device)
-    was_training = model.training
-    model.eval()
-    reshard(model)
-    try:
-        # no_grad, not inference_mode: that would leave FSDP buffers that later training trips over
-        with torch.no_grad(), attention_split(unwrapped(model), context):
-            for step in range(num_steps):
-                number = plan.batch_of(step, batch_rank, num_batch_ranks)
-                whole = collate(number, plan, windows, workload.corpus, workload.protocol)
-                batch = whole.part(context).to(device)
-                with attention_packed(unwrapped(model), batch.spans):
-                    nll_BT = score(
-                        model,
-                        batch.inputs_BT,
-                        batch.targets_BT,
-                        batch.scored_BT,
-                        positions=batch.positions,
-                        fp32_logits=fp32_logits,
-                    )
-                if batch.spans is None:
-                    ledger.write(batch.rows, nll_BT, batch.scored_BT)
-                else:
-                    ledger.write_spans(batch.rows, batch.spans, nll_BT, batch.scored_BT)
-                if records is not None:
-                    where = (batch.document_BT, batch.token_BT)
-                    records.update(*where, nll_BT, batch.scored_BT)
-                by_position.update(nll_BT, batch.scored_BT, batch.positions)
-                running.update(nll_BT, batch.scored_BT)
-                if check_every is not None and (step + 1) % check_every == 0:
-                    _raise_if_not_finite(ledger, workload)
-                if on_step is not None:
-                    last = min((step + 1) * num_batch_ranks, len(num_scored)) - 1
-                    on_step(Progress(step + 1, num_steps, int(num_scored[last]), running))
-    finally:
-        model.train(was_training)
-        reshard(model)
+    steps, models, contexts = _steps(model, teacher, device, context, fp32_logits, records)
+    num_parts = 1 if context is None else context.size
+    ledger = Ledger(len(windows), device, num_parts, steps.columns)
+    sources = (plan, windows, workload.corpus, workload.protocol)
+    with evaluating(models, contexts):
+        for step in range(num_steps):
+            number = plan.batch_of(step, batch_rank, num_batch_ranks)
+            batch = collate(number, *sources)
+            steps.run(batch, ledger)
+            if isinstance(steps, BesideTeacher):
+                sampled = noise_batch(step, batch_rank, num_batch_ranks, len(plan.batches))
+                if sampled is not None:
+                    chosen = batch if sampled == number else collate(None, *sources)
+                    steps.run_noise(chosen, seed=max(sampled, 0))
+            if check_every is not None and (step + 1) % check_every == 0:
+                _raise_if_not_finite(ledger, workload)
+            if on_step is not None:
+                last = min((step + 1) * num_batch_ranks, len(num_scored)) - 1
+                on_step(Progress(step + 1, num_steps, int(num_scored[last]), steps.running))
     ledger.assemble(loss_group)
-    by_position.assemble(loss_group)
+    steps.assemble(loss_group)
     _raise_if_not_finite(ledger, workload)
-    return Evaluation(
-        workload,
-        ledger,
-        summarise(workload.corpus, workload.protocol, windows, ledger, by_position.rows()),
-    )
+
+    def summary(of: Ledger, by_position: list[dict[str, Any]]) -> Summary:
+        return summarise(workload.corpus, workload.protocol, windows, of, by_position)
+
+    found = Evaluation(workload, ledger, summary(ledger, steps.by_position()))
+    if isinstance(steps, Alone):
+        return found
+    teachers = summary(ledger.with_nll_of("teacher_"), steps.teacher_by_position())
+    return replace(found, teacher=teachers, fidelity=steps.fidelity)
+
+
+def _steps(
+    model: nn.Module,
+    teacher: Teacher | None,
+    device: torch.device,
+    context: ContextSplit | None,
+    fp32_logits: bool,
+    records: TokenRecords | None,
+) -> tuple[Alone | BesideTeacher, list[nn.Module], list[ContextSplit | None]]:
+    """What a step does, the models, and how each splits windows."""
+    if teacher is None:
+        return Alone(model, device, context, fp32_logits, records), [model], [context]
+    models, contexts = [model, teacher.model], [context, ContextSplit.of(teacher.cp_group)]
+    return BesideTeacher(model, teacher, device, context, records), models, contexts
 
 
 def _raise_if_not_finite(ledger: Ledger, workload: Workload) -> None:
@@ -270,6 +276,8 @@ def evaluate(
     fp32_logits: bool = True,
     group: dist.ProcessGroup | None = None,
     meshes: Meshes | None = None,
+    teacher: nn.Module | None = None,
+    teacher_meshes: Meshes | None = None,
 ) -> Evaluation:
     """Perplexity of a model that is already built and, if at all, sharded.
 
@@ -295,6 +303,9 @@ def evaluate(
         meshes: from :meth:`ParallelDims.build_mesh`, in place of ``group``, for a torchtune decoder
             that is split by :func:`ppl_eval.parallel.tensor.split_decoder`, or whose windows are to
             be shared by several ranks (cp).
+        teacher: a model with the same tokenizer, on the same device, that reads the same windows;
+            the result then has ``teacher`` and ``fidelity``.
+        teacher_meshes: the teacher's, if it is split otherwise; ``meshes`` if not given.
 
     Raises:
         UserError: a bad row, an empty corpus, a window longer than the model allows, a NaN loss.
@@ -317,14 +328,17 @@ def evaluate(
         add_eos=add_eos,
         separator=separator,
     )
-    check_window(model, rule.max_seq_len)
+    models = [model] if teacher is None else [model, teacher]
+    for each in models:
+        check_window(each, rule.max_seq_len)
+    sizes = [size for size in map(vocab_size_of, models) if size is not None]
     workload = prepare(
         tokenizer,
         documents,
         rule,
         max_tokens_per_batch=max_tokens_per_batch,
         max_documents=max_documents,
-        vocab_size=vocab_size_of(model),
+        vocab_size=min(sizes, default=None),
         group=group if meshes is None else world,
     )
     return run(
@@ -334,8 +348,13 @@ def evaluate(
         batch_group=group if meshes is None else meshes.batch.get_group(),
         loss_group=group if meshes is None else meshes.loss.get_group(),
         cp_group=None if meshes is None else meshes.cp.get_group(),
+        teacher=None if teacher is None else _beside(teacher, teacher_meshes or meshes, group),
         fp32_logits=fp32_logits,
     )
+
+
+def _beside(model: nn.Module, meshes: Meshes | None, group: dist.ProcessGroup | None) -> Teacher:
+    return Teacher(model, group) if meshes is None else Teacher.on(model, meshes)
 
 
 def check_window(model: nn.Module, max_seq_len: int) -> None:

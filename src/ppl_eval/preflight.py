@@ -1,12 +1,12 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtune.modules import TransformerDecoder
 
 from ppl_eval import components, evaluation, planner
 from ppl_eval.config import EvalConfig
@@ -16,17 +16,12 @@ from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
-from ppl_eval.model.agree import check_against_config, config_of
-from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.checkpoint import complete_checkpointer, fingerprint, open_checkpoint
-from ppl_eval.model.convert import Convert
-from ppl_eval.model.load import check_names
-from ppl_eval.model.source import Source
+from ppl_eval.model.agree import read_config_beside
+from ppl_eval.model.auto import tokenizer_section
+from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.tensor import check_heads
 from ppl_eval.report import tables
-from ppl_eval.score.attention import check_attention
 
 
 @dataclass(frozen=True)
@@ -34,24 +29,20 @@ class Preflight:
     """What is ready before any weight is read; the same on every rank.
 
     Attributes:
-        checkpointer: the section, its weight files found.
-        model: on the meta device.
-        source: the checkpoint's tensors, names and shapes checked against the model.
-        convert: from their names to torchtune's.
-        checkpoint_dtype: what most of the checkpoint's numbers are.
+        student: the model that is measured.
+        teacher: the model that reads the same windows, if there is one.
         tokenizer: the text's.
         workload: documents, windows and plan.
         warnings: what a user should hear before the run, one sentence each.
+        notes: what is good to know, one sentence each.
     """
 
-    checkpointer: Mapping[str, Any]
-    model: TransformerDecoder
-    source: Source
-    convert: Convert
-    checkpoint_dtype: str
+    student: ReadyModel
+    teacher: ReadyModel | None
     tokenizer: TextTokenizer
     workload: evaluation.Workload
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def prepare(
@@ -67,23 +58,17 @@ def prepare(
     Raises:
         UserError: whatever is wrong with checkpoint, model section, tokenizer, text or protocol.
     """
-    checkpointer = complete_checkpointer(cfg.checkpointer)
-    config = config_of(checkpointer)
-    model = build_on_meta(cfg.model, dtype, config)
-    check_against_config(model, checkpointer, config)
-    check_heads(model, cfg.parallel.tp, cfg.model["_component_"])
     packs = RULES[cfg.protocol.name].packs
-    if packs:
-        check_attention(model, "protocol.name is packed", "protocol.name=document")
-    if cfg.parallel.cp > 1:
-        if packs:
-            raise UserError(
-                f"parallel.cp is {cfg.parallel.cp}, but {cfg.protocol.name} does not share its"
-                " rows: set parallel.cp=1, or protocol.name=document, which gives the same numbers"
-            )
-        check_attention(model, f"parallel.cp is {cfg.parallel.cp}", "parallel.cp=1")
-    source, convert, layout = open_checkpoint(checkpointer, config)
-    checkpoint_dtype = check_names(model, source, convert, layout)
+    student = ready_model(
+        cfg.model,
+        cfg.checkpointer,
+        dtype,
+        Layout(cfg.parallel.tp, cfg.parallel.cp, packs, cfg.protocol.name),
+        adapter_dir=cfg.adapter.dir,
+        merge=cfg.adapter.merge,
+    )
+    teacher = _teacher(cfg, dtype, packs) if cfg.has_teacher else None
+    models = [ready.model for ready in (student, teacher) if ready is not None]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
     protocol = make_protocol(
         tokenizer,
@@ -94,24 +79,122 @@ def prepare(
         add_eos=cfg.protocol.add_eos,
         separator=cfg.protocol.separator,
     )
-    evaluation.check_window(model, protocol.max_seq_len)
+    for model in models:
+        evaluation.check_window(model, protocol.max_seq_len)
+    notes = student.notes
+    if teacher is not None:
+        notes += tuple(check_teacher_tokenizer(cfg, tokenizer, *map(num_ids, models)))
     workload = evaluation.prepare(
         tokenizer,
         build_dataset(cfg.dataset, "dataset", tokenizer),
         protocol,
         max_tokens_per_batch=cfg.max_tokens_per_batch,
         max_documents=cfg.max_documents,
-        vocab_size=evaluation.vocab_size_of(model),
+        vocab_size=min(map(num_ids, models)),
         group=group,
     )
     warnings = (
-        *_bos_warnings(config, protocol),
+        *student.warnings,
+        *_bos_warnings(student.config, protocol),
         *_loss_warnings(workload),
         *_cut_warnings(workload, getattr(tokenizer, "max_seq_len", None)),
     )
-    return Preflight(
-        checkpointer, model, source, convert, checkpoint_dtype, tokenizer, workload, warnings
-    )
+    return Preflight(student, teacher, tokenizer, workload, warnings, notes)
+
+
+def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> ReadyModel:
+    tp, cp = _teacher_degrees(cfg)
+    layout = Layout(tp, cp, packs, cfg.protocol.name, "teacher_parallel")
+    own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
+    try:
+        return ready_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
+    except UserError as error:
+        raise UserError(f"the teacher: {error}") from error
+
+
+def teacher_dims(cfg: EvalConfig, dims: ParallelDims) -> ParallelDims:
+    """The teacher's degrees: the student's, but for what ``teacher_parallel`` says.
+
+    Raises:
+        UserError: tp * cp is another than the student's, so that they would not read the same
+            batches.
+    """
+    tp, cp = _teacher_degrees(cfg)
+    return replace(dims, tp=tp, cp=cp)
+
+
+def _teacher_degrees(cfg: EvalConfig) -> tuple[int, int]:
+    own, asked = cfg.parallel, cfg.teacher_parallel
+    tp = own.tp if asked.tp is None else asked.tp
+    cp = own.cp if asked.cp is None else asked.cp
+    if tp * cp != own.tp * own.cp:
+        raise UserError(
+            f"teacher_parallel has tp({tp}) * cp({cp}) = {tp * cp} and parallel has tp({own.tp}) *"
+            f" cp({own.cp}) = {own.tp * own.cp}, but both models read the same batches on the same"
+            " processes: make the products equal"
+        )
+    return tp, cp
+
+
+def check_teacher_tokenizer(
+    cfg: EvalConfig, tokenizer: TextTokenizer, num_ids: int, teacher_num_ids: int
+) -> Iterator[str]:
+    """Refuse a teacher with another tokenizer; say so where one has more rows, or no tokenizer.
+
+    Args:
+        cfg: names both checkpoints.
+        tokenizer: the text's.
+        num_ids: rows of the student's head.
+        teacher_num_ids: rows of the teacher's head.
+
+    Raises:
+        UserError: the tokenizers differ.
+    """
+    other = _teachers_tokenizer(cfg)
+    if other is None:
+        yield (
+            f"{cfg.teacher_checkpointer.get('checkpoint_dir', 'the teacher')} has no tokenizer"
+            " files: the teacher is taken to have the student's tokenizer"
+        )
+    else:
+        difference = tokenizers.difference(tokenizer, other)
+        if difference is not None:
+            raise UserError(
+                f"student and teacher have different tokenizers ({difference}), so that their"
+                " distributions are over different tokens: run each alone and compare"
+                " metrics.bits_per_byte"
+            )
+    if num_ids != teacher_num_ids:
+        yield (
+            f"the student's head has {num_ids:,} rows and the teacher's {teacher_num_ids:,}: they"
+            f" are compared over the {min(num_ids, teacher_num_ids):,} ids that both have"
+        )
+
+
+def _teachers_tokenizer(cfg: EvalConfig) -> TextTokenizer | None:
+    """The tokenizer in the teacher's folder, of the same files as the student's if they are there;
+    None if there is none."""
+    folder = cfg.teacher_checkpointer.get("checkpoint_dir")
+    if folder is None:
+        return None
+    own = Path(cfg.checkpointer.get("checkpoint_dir") or "")
+    node = dict(cfg.tokenizer)
+    for key, value in cfg.tokenizer.items():
+        if key != "_component_" and isinstance(value, str) and Path(value).exists():
+            inside = Path(value).resolve()
+            if inside.is_relative_to(own.resolve()):
+                node[key] = str(Path(folder) / inside.relative_to(own.resolve()))
+    moved = [node[key] for key in node if node[key] != cfg.tokenizer[key]]
+    if moved and all(Path(path).is_file() or _has_tokenizer(Path(path)) for path in moved):
+        return components.build(node, "tokenizer")
+    if not _has_tokenizer(Path(folder)):
+        return None
+    config = read_config_beside(cfg.teacher_checkpointer)
+    return components.build(tokenizer_section(Path(folder), config), "tokenizer")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _bos_warnings(config: Mapping[str, Any], protocol: Protocol) -> Iterator[str]:
@@ -145,12 +228,14 @@ def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[
         )
 
 
-def fingerprints(ready: Preflight, cfg: EvalConfig) -> dict[str, str]:
+def fingerprints(ready: Preflight) -> dict[str, str]:
     """What the number depends on, in short hashes."""
+    teacher = {} if ready.teacher is None else {"teacher": ready.teacher.fingerprint()}
     return {
         "data": ready.workload.corpus.fingerprint,
         "tokenizer": tokenizers.fingerprint(ready.tokenizer),
-        "model": fingerprint(ready.checkpointer, cfg.model),
+        "model": ready.student.fingerprint(),
+        **teacher,
         "protocol": ready.workload.protocol.fingerprint,
         "plan": ready.workload.plan.fingerprint,
     }
@@ -175,16 +260,15 @@ def describe(args: Sequence[str], num_processes: int) -> str:
     ready = prepare(cfg, dtype)
     workload, plan = ready.workload, ready.workload.plan
     corpus, windows = workload.corpus, workload.windows
-    num_parameters = sum(p.numel() for p in ready.model.parameters())
-    shards = planner.estimate(planner.Sizes.of(ready.model), dims, 0).parameters
-    stored = ready.source.stored.values()
     lines = {
-        "model": f"{cfg.model['_component_']}, {num_parameters:,} parameters,"
-        f" {_gib(num_parameters * dtype.itemsize)} in {cfg.dtype}"
-        f" ({_gib(shards)} on each of {num_processes})",
-        "weights": f"{ready.checkpointer.get('checkpoint_dir', '')}: {len(stored)} tensors,"
-        f" {_gib(sum(s.num_bytes for s in stored))} in {ready.checkpoint_dtype};"
-        " names and shapes match",
+        **_describe_model(ready.student, dims, cfg.dtype),
+        **(
+            _describe_model(
+                ready.teacher, teacher_dims(cfg, dims), cfg.teacher_dtype or cfg.dtype, "teacher"
+            )
+            if ready.teacher is not None
+            else {}
+        ),
         "text": f"{len(corpus.documents):,} documents, {corpus.num_tokens.sum():,} tokens,"
         f" {corpus.num_words.sum():,} words, {corpus.num_bytes.sum():,} bytes",
         "protocol": tables.describe_protocol(workload.protocol.describe()),
@@ -195,8 +279,27 @@ def describe(args: Sequence[str], num_processes: int) -> str:
         f" {plan.num_positions.max():,} positions, {tables.padding(workload):.1%} padding",
         "mesh": f"{dims}, {num_processes} processes: {plan.num_steps(dims.batch_size):,} steps",
     }
-    warnings = [f"warning: {warning}" for warning in ready.warnings]
-    return "\n".join([*(f"{name:<10}{text}" for name, text in lines.items()), *warnings])
+    said = [*ready.notes, *(f"warning: {warning}" for warning in ready.warnings)]
+    return "\n".join([*(f"{name:<10}{text}" for name, text in lines.items()), *said])
+
+
+def _describe_model(
+    ready: ReadyModel, dims: ParallelDims, dtype: str, name: str = "model"
+) -> dict[str, str]:
+    num_parameters = sum(p.numel() for p in ready.model.parameters())
+    itemsize = process_group.DTYPES[dtype].itemsize
+    shards = planner.estimate(planner.Sizes.of(ready.model), dims, 0).parameters
+    stored = ready.source.stored.values()
+    weights = "weights" if name == "model" else ""
+    adapted = "" if ready.adapter is None else f", adapter {ready.adapter.folder}"
+    return {
+        name: f"{ready.component}, {num_parameters:,} parameters,"
+        f" {_gib(num_parameters * itemsize)} in {dtype}"
+        f" ({_gib(shards)} on each of {dims.world_size})",
+        weights: f"{ready.checkpointer.get('checkpoint_dir', '')}: {len(stored)} tensors,"
+        f" {_gib(sum(s.num_bytes for s in stored))} in {ready.checkpoint_dtype};"
+        f" names and shapes match{adapted}",
+    }
 
 
 def _less_masked(workload: evaluation.Workload) -> str:

@@ -103,9 +103,11 @@ def test_no_folder_and_no_weights(files, tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         find_weight_files(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no weights: neither"):
-        files(*OTHERS)
+        files(*(name for name in OTHERS if not name.startswith("adapter")))
     with pytest.raises(UserError, match="names files that are not there"):
         files(index={INDEX: SHARDS})
+    with pytest.raises(UserError, match=f"holds an adapter.*set adapter.dir={tmp_path}, and check"):
+        files(*OTHERS)
 
 
 def test_weights_in_a_folder_of_an_epoch(tmp_path):
@@ -171,7 +173,7 @@ def test_the_fingerprint_of_a_model(student):
 
 
 bad_sections = {
-    "adapter_checkpoint='a.pt'": "adapter_checkpoint is 'a.pt', but only full weights",
+    "adapter_checkpoint='a.pt'": "adapter_checkpoint is 'a.pt', but a checkpointer reads full",
     "recipe_checkpoint='a.pt'": "recipe_checkpoint is 'a.pt'",
     "should_load_recipe_state=True": "should_load_recipe_state is True",
     "checkpoint_dir=None": "checkpointer.checkpoint_dir is None, but it is the folder",

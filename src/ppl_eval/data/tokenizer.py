@@ -131,6 +131,16 @@ class HFTokenizer:
             ids = [*ids, self.eos_id]
         return ids
 
+    def tokens(self) -> dict[int, str]:
+        """Id -> token, added ones included."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return {index: token for token, index in vocabulary.items()}
+
+    def cuts(self) -> str:
+        """What decides where a text is cut, as JSON."""
+        content = json.loads(self._tokenizer.to_str())
+        return json.dumps([content.get(k) for k in ("model", "normalizer", "pre_tokenizer")])
+
     def _plain(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -218,12 +228,33 @@ def fingerprint(tokenizer: TextTokenizer) -> str:
     known = getattr(tokenizer, "fingerprint", None)
     if isinstance(known, str):
         return known
-    probe = (
-        "".join(map(chr, range(32, 127)))
-        + " The quick brown fox \u00e9\u00df \u4e2d\u6587 \u0416 \U0001f600\n\t 12345"
-    )
-    ids = tokenizer.encode(probe, add_bos=False, add_eos=False)
+    ids = tokenizer.encode(_PROBE, add_bos=False, add_eos=False)
     return fingerprints.of(type(tokenizer).__name__, tokenizer.bos_id, tokenizer.eos_id, ids)
+
+
+def difference(tokenizer: TextTokenizer, other: TextTokenizer) -> str | None:
+    """How two tokenizers differ in what an id stands for or where a text is cut; None if nowhere.
+
+    Two of :class:`HFTokenizer` are compared by content: vocabulary, merges, normalizer,
+    pre-tokenizer and added tokens (one may have more of these). Others by the ids of the probe of
+    :func:`fingerprint`. What comes before or after a text (BOS, templates) does not count.
+    """
+    if not (isinstance(tokenizer, HFTokenizer) and isinstance(other, HFTokenizer)):
+        ids, theirs = (text_encoder(each)([_PROBE])[0] for each in (tokenizer, other))
+        return None if ids == theirs else "they give a text different ids"
+    tokens, theirs = tokenizer.tokens(), other.tokens()
+    for index in sorted(tokens.keys() & theirs.keys()):
+        if tokens[index] != theirs[index]:
+            return f"id {index} is {tokens[index]!r} in one and {theirs[index]!r} in the other"
+    if tokenizer.cuts() != other.cuts():
+        return "they cut texts differently"
+    return None
+
+
+_PROBE = (
+    "".join(map(chr, range(32, 127)))
+    + " The quick brown fox \u00e9\u00df \u4e2d\u6587 \u0416 \U0001f600\n\t 12345"
+)
 
 
 def text_encoder(tokenizer: TextTokenizer) -> Callable[[Sequence[str]], list[list[int]]]:

@@ -1,6 +1,7 @@
 """Ledger: one row a window, written by one data-parallel rank, or in parts by the ranks that share
 the window."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -8,9 +9,12 @@ import torch.distributed as dist
 
 from ppl_eval.parallel.reduce import reduce_
 
+NLL = ("nll_nats", "nll_nats_squared")
+"""Columns of every ledger."""
+
 
 class Ledger:
-    """Scored tokens and NLL of every window of a corpus.
+    """Scored tokens and sums of what they were found to be, for every window of a corpus.
 
     Every rank has all rows, zero where it has not written; :meth:`assemble` adds them up. A row
     plus zeros is the row, so the assembled ledger is bitwise the same for any number of
@@ -20,43 +24,70 @@ class Ledger:
         num_windows: rows.
         device: where they live; writing to a GPU does not wait for it.
         num_parts: ranks that share a window (cp); each writes its part of a row.
+        columns: names of the sums, beginning with :data:`NLL`.
 
     Attributes:
+        columns: names of the sums.
         num_scored: scored tokens by window (int64 [windows]).
-        nll_nats_sum: sum of their NLL by window (float64 [windows]).
-        nll_nats_squared_sum: sum of its squares by window (float64 [windows]).
+        sums: by column and window (float64 [columns, windows]).
         num_writes: how often each row was written (int64 [windows]).
     """
 
     def __init__(
-        self, num_windows: int, device: torch.device | str = "cpu", num_parts: int = 1
+        self,
+        num_windows: int,
+        device: torch.device | str = "cpu",
+        num_parts: int = 1,
+        columns: Sequence[str] = NLL,
     ) -> None:
         self.num_parts = num_parts
+        self.columns = tuple(columns)
         self.num_scored = torch.zeros(num_windows, dtype=torch.int64, device=device)
-        self.nll_nats_sum = torch.zeros(num_windows, dtype=torch.float64, device=device)
-        self.nll_nats_squared_sum = torch.zeros_like(self.nll_nats_sum)
+        self.sums = torch.zeros(len(columns), num_windows, dtype=torch.float64, device=device)
         self.num_writes = torch.zeros(num_windows, dtype=torch.int64, device=device)
 
-    def write(self, rows_B: torch.Tensor, nll_BT: torch.Tensor, scored_BT: torch.Tensor) -> None:
+    @property
+    def nll_nats_sum(self) -> torch.Tensor:
+        """Sum of the NLL by window (float64 [windows])."""
+        return self.column("nll_nats")
+
+    @property
+    def nll_nats_squared_sum(self) -> torch.Tensor:
+        """Sum of its squares by window (float64 [windows])."""
+        return self.column("nll_nats_squared")
+
+    def column(self, name: str) -> torch.Tensor:
+        """Sums of one column by window (float64 [windows])."""
+        return self.sums[self.columns.index(name)]
+
+    def with_nll_of(self, prefix: str) -> "Ledger":
+        """The same windows, with the columns ``PREFIXnll_nats...`` as the NLL."""
+        other = copy.copy(self)
+        other.columns = NLL
+        other.sums = torch.stack([self.column(prefix + name) for name in NLL])
+        return other
+
+    def write(
+        self, rows_B: torch.Tensor, values_CBT: torch.Tensor, scored_BT: torch.Tensor
+    ) -> None:
         """Enter the results of one batch.
 
         Args:
             rows_B: window numbers (int64); empty for a batch that counts nothing.
-            nll_BT: NLL of each target, 0 where not scored.
+            values_CBT: what each target adds to each column, 0 where not scored.
             scored_BT: which targets were scored (bool).
         """
         if rows_B.numel() == 0:
             return
         self.num_scored[rows_B] = scored_BT.sum(dim=1)
-        self.nll_nats_sum[rows_B] = nll_BT.sum(dim=1, dtype=torch.float64)
-        self.nll_nats_squared_sum[rows_B] = nll_BT.square().sum(dim=1, dtype=torch.float64)
+        self.sums[:, rows_B] = values_CBT.sum(dim=2, dtype=torch.float64)
         self.num_writes[rows_B] += 1
 
     def write_spans(
         self,
         rows_W: torch.Tensor,
         spans: Sequence[tuple[int, int, int]],
-        nll_BT: torch.Tensor,
+        values_CBT: torch.Tensor,
         scored_BT: torch.Tensor,
     ) -> None:
         """Enter the results of a batch whose rows hold several windows.
@@ -64,12 +95,12 @@ class Ledger:
         Args:
             rows_W: window numbers (int64).
             spans: (row, first position, positions) of each.
-            nll_BT: NLL of each target, 0 where not scored.
+            values_CBT: what each target adds to each column, 0 where not scored.
             scored_BT: which targets were scored (bool).
         """
         for rows_1, (row, begin, length) in zip(rows_W.split(1), spans, strict=True):
             place = (slice(row, row + 1), slice(begin, begin + length))
-            self.write(rows_1, nll_BT[place], scored_BT[place])
+            self.write(rows_1, values_CBT[(slice(None), *place)], scored_BT[place])
 
     def assemble(self, group: dist.ProcessGroup | None) -> None:
         """Complete the rows on every rank.
@@ -82,13 +113,12 @@ class Ledger:
         """
         reduce_(self.num_scored, group)
         reduce_(self.num_writes, group)
-        sums = torch.stack([self.nll_nats_sum, self.nll_nats_squared_sum])
-        self.nll_nats_sum, self.nll_nats_squared_sum = reduce_(sums, group)
+        reduce_(self.sums, group)
         wrong = (self.num_writes != self.num_parts).nonzero().flatten().tolist()
         if wrong:
             raise RuntimeError(f"windows not scored exactly once: {wrong[:10]} of {len(wrong)}")
 
     def first_non_finite(self) -> int | None:
         """Number of the first window with a NaN or infinite loss, or None."""
-        bad = (~self.nll_nats_sum.isfinite()).nonzero()
+        bad = (~self.sums.isfinite().all(dim=0)).nonzero()
         return int(bad[0]) if len(bad) else None

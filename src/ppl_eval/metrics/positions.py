@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ppl_eval.parallel.reduce import reduce_
 
-_BINS = 24
+NUM_BINS = 24
 
 
 class PositionLoss:
@@ -19,7 +19,7 @@ class PositionLoss:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         # scored tokens and NLL; float64 counts are exact up to 2^53
-        self.sums_2N = torch.zeros(2, _BINS, dtype=torch.float64, device=device)
+        self.sums_2N = torch.zeros(2, NUM_BINS, dtype=torch.float64, device=device)
 
     def update(
         self, nll_BT: torch.Tensor, scored_BT: torch.Tensor, positions: torch.Tensor | None
@@ -31,11 +31,9 @@ class PositionLoss:
             scored_BT: which targets were scored (bool).
             positions: places of the inputs in their windows ([T] or [B, T]); None: 0, 1, 2, ...
         """
-        if positions is None:
-            positions = torch.arange(nll_BT.shape[1], device=nll_BT.device)
-        context = positions + 1  # the input at place p is the last of p + 1 tokens
-        for number in range(_BINS):
-            inside = ((context >> number) == 1) & scored_BT
+        bins = context_bins(nll_BT.shape[1], positions, nll_BT.device)
+        for number in range(NUM_BINS):
+            inside = (bins == number) & scored_BT
             self.sums_2N[0, number] += inside.sum()
             self.sums_2N[1, number] += (nll_BT * inside).sum(dtype=torch.float64)
 
@@ -55,3 +53,18 @@ class PositionLoss:
             for number, (count, total) in enumerate(zip(counts, sums, strict=True))
             if count
         ]
+
+
+def context_bins(length: int, positions: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Bin of the target after each of ``length`` inputs ([T] or [B, T]): 0 for 1 token before it,
+    1 for 2 to 3, 2 for 4 to 7, ...
+
+    Args:
+        length: T.
+        positions: places of the inputs in their windows; None: 0, 1, 2, ...
+        device: of the result, where there are no positions.
+    """
+    if positions is None:
+        positions = torch.arange(length, device=device)
+    bounds = 2 ** torch.arange(1, NUM_BINS, device=positions.device)
+    return torch.bucketize(positions + 1, bounds, right=True)  # the input at p ends p + 1 tokens

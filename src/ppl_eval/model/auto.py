@@ -7,6 +7,7 @@ from typing import Any
 from ppl_eval.errors import UserError
 from ppl_eval.model.agree import read_config
 from ppl_eval.model.corrections import rope_scaling
+from ppl_eval.model.folder import refuse_adapter_only
 
 _ELSEWHERE = "measure it with transformers or lm-eval"
 
@@ -21,11 +22,29 @@ def sections(checkpoint_dir: str) -> dict[str, dict[str, Any]]:
         UserError: no such folder or files, or a model that torchtune 0.6.1 cannot express, naming
             what it lacks and what could be used instead.
     """
+    found = model_sections(checkpoint_dir)
+    folder = Path(checkpoint_dir)
+    config = read_config(folder / "config.json")
+    return {**found, "tokenizer": tokenizer_section(folder, config)}
+
+
+def model_sections(checkpoint_dir: str, key: str = "checkpoint_dir") -> dict[str, dict[str, Any]]:
+    """The ``model`` and ``checkpointer`` sections for a Hugging Face folder.
+
+    Args:
+        checkpoint_dir: holds config.json.
+        key: of the config, for messages.
+
+    Raises:
+        UserError: no such folder or files, or a model that torchtune 0.6.1 cannot express, naming
+            what it lacks and what could be used instead.
+    """
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
-        raise UserError(f"checkpoint_dir is {checkpoint_dir}, but there is no such folder")
+        raise UserError(f"{key} is {checkpoint_dir}, but there is no such folder")
     path = folder / "config.json"
     if not path.is_file():
+        refuse_adapter_only(folder)
         raise UserError(
             f"{checkpoint_dir} has no config.json, by which the model is known: it is not a Hugging"
             " Face folder, so name model, checkpointer and tokenizer in the config"
@@ -39,7 +58,6 @@ def sections(checkpoint_dir: str) -> dict[str, dict[str, Any]]:
             "checkpoint_dir": checkpoint_dir,
             "model_type": model_type,
         },
-        "tokenizer": _tokenizer(folder, str(config.get("model_type")), config),
     }
 
 
@@ -212,7 +230,17 @@ _FAMILIES: dict[str, Callable[[_Config], tuple[dict[str, Any], str]]] = {
 }
 
 
-def _tokenizer(folder: Path, model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_section(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``tokenizer`` section for the files in a folder.
+
+    Args:
+        folder: holds tokenizer.json, tokenizer.model, or vocab.json and merges.txt.
+        config: its config.json.
+
+    Raises:
+        UserError: it holds none of these.
+    """
+    model_type = str(config.get("model_type"))
     if (folder / "tokenizer.json").is_file():
         return {"_component_": "ppl_eval.data.hf_tokenizer", "path": str(folder)}
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():

@@ -35,8 +35,8 @@ def complete_checkpointer(node: Mapping[str, Any]) -> dict[str, Any]:
     for name in _OF_TRAINING:
         if node.get(name):
             raise UserError(
-                f"checkpointer.{name} is {node[name]!r}, but only full weights are evaluated:"
-                " remove it, and point checkpoint_dir at merged weights"
+                f"checkpointer.{name} is {node[name]!r}, but a checkpointer reads full weights"
+                " here: remove it, point checkpoint_dir at them, and adapter.dir at an adapter"
             )
     if "checkpoint_dir" in node and not isinstance(node["checkpoint_dir"], str):
         raise UserError(

@@ -11,6 +11,7 @@ from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune
 from torchtune.models.phi3._convert_weights import phi3_hf_to_tune
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
+from ppl_eval.components import describe
 from ppl_eval.errors import UserError
 from ppl_eval.model.corrections import renamed
 
@@ -37,12 +38,16 @@ FORMATS = {
 """torchtune's checkpointers whose files we read ourselves -> the layout of their names."""
 
 
-def converter(checkpointer: Mapping[str, Any], config: Mapping[str, Any]) -> Convert:
+def converter(
+    checkpointer: Mapping[str, Any], config: Mapping[str, Any], *, columns: int | None = None
+) -> Convert:
     """The conversion that fits a ``checkpointer`` section.
 
     Args:
         checkpointer: its ``_component_`` gives the layout, ``model_type`` the family.
         config: the checkpoint's config.json; Hugging Face's layout needs its sizes.
+        columns: of the matrices to convert, if they have the rows of a weight and not its columns,
+            as the B of an adapter has.
 
     Raises:
         UserError: a family whose text decoder is not among those that are evaluated, or a
@@ -53,7 +58,7 @@ def converter(checkpointer: Mapping[str, Any], config: Mapping[str, Any]) -> Con
     if layout == "Meta":
         convert: Convert = meta_to_tune
     elif layout == "Hugging Face":
-        convert = _from_hugging_face(str(model_type), config)
+        convert = _from_hugging_face(str(model_type), config, columns)
     else:
         convert = dict
 
@@ -63,6 +68,33 @@ def converter(checkpointer: Mapping[str, Any], config: Mapping[str, Any]) -> Con
     return convert_and_rename
 
 
+def convert_one(
+    convert: Convert, name: str, tensor: torch.Tensor, where: str = "checkpoint"
+) -> dict[str, torch.Tensor] | None:
+    """What one tensor becomes, by torchtune's names; None if its name is not known.
+
+    Args:
+        convert: from :func:`converter`.
+        name: the tensor's own.
+        tensor: of that name, on any device.
+        where: it was found, for the message.
+
+    Raises:
+        UserError: its rows are not those of the heads.
+    """
+    try:
+        return convert({name: tensor})
+    except (RuntimeError, ValueError) as error:  # q, k and fused tensors are cut up by head
+        raise UserError(
+            f"{name} is {tuple(tensor.shape)} in the {where}, which does not go with the heads and"
+            f" sizes in the checkpoint's config.json: {describe(error)}"
+        ) from error
+    except Exception as error:
+        if type(error) is not Exception:  # torchtune reports an unknown name by a bare one
+            raise
+        return None
+
+
 def layout_of(checkpointer: Mapping[str, Any]) -> str | None:
     """``Hugging Face``, ``Meta`` or ``torchtune``, or None for a checkpointer that is not ours."""
     component = str(checkpointer["_component_"])
@@ -70,7 +102,9 @@ def layout_of(checkpointer: Mapping[str, Any]) -> str | None:
     return FORMATS.get(component.rsplit(".", 1)[-1]) if ours else None
 
 
-def _from_hugging_face(model_type: str, config: Mapping[str, Any]) -> Convert:
+def _from_hugging_face(
+    model_type: str, config: Mapping[str, Any], columns: int | None = None
+) -> Convert:
     if model_type not in _HF_CONVERSIONS:
         raise UserError(
             f"checkpointer.model_type is {model_type}, but text decoders are one of"
@@ -91,4 +125,7 @@ def _from_hugging_face(model_type: str, config: Mapping[str, Any]) -> Convert:
     }
     function = _HF_CONVERSIONS[model_type]
     accepted = inspect.signature(function).parameters
+    if columns is not None and "head_dim" in accepted:  # else dim says where to split the rows
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        arguments |= {"dim": columns, "head_dim": head_dim}
     return partial(function, **{k: v for k, v in arguments.items() if k in accepted})

@@ -8,6 +8,10 @@ from ppl_eval.errors import UserError
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
+_ADAPTERS = (
+    *("adapter_model.pt", "adapter_model.safetensors", "adapter_model.bin"),
+    "adapter_[0-9]*.pt",
+)
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
@@ -39,10 +43,29 @@ def find_weight_files(folder: str | Path) -> list[str]:
         found = sorted(path.name for path in folder.glob(pattern) if path.is_file())
         if found:
             return _one_set(folder, found)
+    refuse_adapter_only(folder)
     raise orphan or UserError(
         f"{folder} has no weights: neither {' nor '.join((*_INDEXES, *_PATTERNS))};"
         f" {_advice(folder)}"
     )
+
+
+def refuse_adapter_only(folder: Path) -> None:
+    """Say what to do with a folder that has an adapter; called where it has no weights.
+
+    Raises:
+        UserError: it has.
+    """
+    if has_adapter(folder):
+        raise UserError(
+            f"{folder} holds an adapter and no model weights: set adapter.dir={folder}, and"
+            " checkpoint_dir to the folder of the model that it was trained on"
+        )
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether torchtune or PEFT saved a LoRA adapter here."""
+    return any(path.is_file() for pattern in _ADAPTERS for path in folder.glob(pattern))
 
 
 def _advice(folder: Path) -> str:

@@ -11,16 +11,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
 from ppl_eval import compat
-from ppl_eval.components import describe
 from ppl_eval.errors import UserError
-from ppl_eval.model.convert import Convert
-from ppl_eval.model.source import DistributedSource, Source, Stored
+from ppl_eval.model.adapter import Adapter
+from ppl_eval.model.convert import Convert, convert_one
+from ppl_eval.model.low_rank import LowRank, dora_scale_shard, merged_shard
+from ppl_eval.model.source import DistributedSource, Source
+from ppl_eval.parallel.adapted import local_part
 
 _LISTED = 5
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
+_ADAPTED = ("lora_a.weight", "lora_b.weight", "dora_scale")
 
 
-def check_names(model: nn.Module, source: Source, convert: Convert, layout: str | None) -> str:
+def check_names(
+    model: nn.Module,
+    source: Source,
+    convert: Convert,
+    layout: str | None,
+    adapter: Adapter | None = None,
+) -> str:
     """Compare names, shapes and dtypes of checkpoint and model, without reading a weight.
 
     Args:
@@ -28,14 +37,17 @@ def check_names(model: nn.Module, source: Source, convert: Convert, layout: str 
         source: the checkpoint.
         convert: from its names to torchtune's.
         layout: what ``convert`` takes the names for, to say what they look like instead.
+        adapter: what the checkpoint need not have, if it is in the model.
 
     Returns:
         The dtype that most of the checkpoint's numbers have, such as ``bfloat16``.
 
     Raises:
         UserError: names that are missing, unknown or twice there, shapes that differ, weights that
-            are no floating-point numbers.
+            are no floating-point numbers; a DoRA adapter on a distributed checkpoint.
     """
+    if isinstance(source, DistributedSource):
+        _refuse_dora(adapter)
     sizes: Counter[str] = Counter()
     shapes: dict[str, torch.Size] = {}
     unknown = []
@@ -45,12 +57,14 @@ def check_names(model: nn.Module, source: Source, convert: Convert, layout: str 
                 f"{name} is {stored.dtype} in the checkpoint: quantised weights are not evaluated"
             )
         sizes[str(stored.dtype).removeprefix("torch.")] += stored.num_bytes
-        converted = _convert_shape(name, stored, convert)
+        converted = convert_one(convert, name, torch.empty(stored.shape, device="meta"))
         if converted is None:
             unknown.append(name)
         else:
-            shapes |= converted
+            shapes |= {new: tensor.shape for new, tensor in converted.items()}
     slots = dict(model.named_parameters())
+    for name in _unmerged(adapter):
+        slots.pop(name, None)
     if _HEAD not in slots and _EMBEDDING in slots and shapes.get(_HEAD) == shapes.get(_EMBEDDING):
         shapes.pop(_HEAD, None)  # a second copy of the tied weight; its values are compared later
     missing = [name for name in slots if name not in shapes]
@@ -80,6 +94,7 @@ def load(
     convert: Convert,
     device: torch.device,
     *,
+    adapter: Adapter | None = None,
     show_progress: bool = False,
 ) -> None:
     """Give every parameter its values; each rank keeps its own shards only.
@@ -89,20 +104,24 @@ def load(
 
     Args:
         model: on the meta device, sharded or not (any placements); afterwards on ``device``.
+            An adapter is merged into plain layers, and loaded beside the weights of adapted ones.
         source: the checkpoint, checked by :func:`check_names`.
         convert: from its names to torchtune's.
         device: of this rank.
+        adapter: for the model, see :func:`ppl_eval.model.adapter.read_adapter`.
         show_progress: show a bar, if stderr is a terminal.
 
     Raises:
         UserError: a weight that is NaN or infinite; an ``output.weight`` that differs from the
-            embedding which the model ties its head to.
+            embedding which the model ties its head to; base weights that an adapter comes with and
+            that are not the checkpoint's.
     """
     slots = dict(model.named_parameters())
     if isinstance(source, DistributedSource):
-        shards = _read_distributed(source, slots, convert, device)
+        tensors = _read_distributed(source, slots, convert, device, adapter)
     else:
-        shards = _read_in_turn(source, slots, convert, device, show_progress)
+        tensors = _read_in_turn(source, slots, convert, device, adapter, show_progress)
+    shards = {name: nn.Parameter(t, requires_grad=False) for name, t in tensors.items()}
     model.load_state_dict(shards, strict=True, assign=True)
     with device:
         compat.rebuild_rope(model)
@@ -116,9 +135,10 @@ def _read_in_turn(
     slots: Mapping[str, torch.Tensor],
     convert: Convert,
     device: torch.device,
+    adapter: Adapter | None,
     show_progress: bool,
-) -> dict[str, nn.Parameter]:
-    shards: dict[str, nn.Parameter] = {}
+) -> dict[str, torch.Tensor]:
+    shards: dict[str, torch.Tensor] = {}
     tied_copy = None
     bar = tqdm(
         total=sum(stored.num_bytes for stored in source.stored.values()),
@@ -132,9 +152,11 @@ def _read_in_turn(
         for stored_name, tensor in source.tensors():
             for name, full in convert({stored_name: tensor}).items():
                 if name in slots:
-                    shard = _own_shard(full, slots[name], device)
-                    _refuse_non_finite(shard, stored_name)
-                    shards[name] = nn.Parameter(shard, requires_grad=False)
+                    _refuse_other_copy(full, name, slots, adapter)
+                    found = _shards(full, name, slots, device, adapter)
+                    for shard in found.values():
+                        _refuse_non_finite(shard, stored_name)
+                    shards |= found
                 elif name == _HEAD:
                     tied_copy = _own_shard(full, slots[_EMBEDDING], device)
             bar.update(source.stored[stored_name].num_bytes)
@@ -148,59 +170,119 @@ def _read_distributed(
     slots: Mapping[str, torch.Tensor],
     convert: Convert,
     device: torch.device,
-) -> dict[str, nn.Parameter]:
+    adapter: Adapter | None,
+) -> dict[str, torch.Tensor]:
     """A distributed checkpoint knows by itself which slices a sharded tensor needs."""
+    _refuse_dora(adapter)
     places: dict[str, torch.Tensor] = {}
     homes: dict[str, str] = {}
     for stored_name, stored in source.stored.items():
         for name in convert({stored_name: torch.empty(stored.shape, device="meta")}):
             if name in slots:
-                places[stored_name] = torch.empty_like(slots[name], device=device)
+                # what an adapter is merged into is not rounded before
+                assert isinstance(stored.dtype, torch.dtype)
+                dtype = slots[name].dtype if _update(name, adapter) is None else stored.dtype
+                places[stored_name] = torch.empty_like(slots[name], dtype=dtype, device=device)
                 homes[name] = stored_name
     source.read_into(places)
-    for stored_name, place in places.items():
-        _refuse_non_finite(place, stored_name)
-    return {name: nn.Parameter(places[home], requires_grad=False) for name, home in homes.items()}
+    shards: dict[str, torch.Tensor] = {}
+    for name, home in homes.items():
+        _refuse_non_finite(places[home], home)
+        _refuse_other_copy(places[home], name, slots, adapter)
+        if _update(name, adapter) is None:
+            shards[name] = places[home]
+        else:
+            shards |= _shards(places[home], name, slots, device, adapter)
+    return shards
 
 
-def _convert_shape(name: str, stored: Stored, convert: Convert) -> dict[str, torch.Size] | None:
-    """Names and shapes that a tensor becomes; None if its name is not known."""
-    empty = torch.empty(stored.shape, device="meta")
-    try:
-        return {new: tensor.shape for new, tensor in convert({name: empty}).items()}
-    except (RuntimeError, ValueError) as error:  # q, k and fused tensors are cut up by head
-        raise UserError(
-            f"{name} is {stored.shape} in the checkpoint, which does not go with the heads and"
-            f" sizes in its config.json: {describe(error)}"
-        ) from error
-    except Exception as error:
-        if type(error) is not Exception:  # torchtune reports an unknown name by a bare one
-            raise
-        return None
+def _shards(
+    full: torch.Tensor,
+    name: str,
+    slots: Mapping[str, torch.Tensor],
+    device: torch.device,
+    adapter: Adapter | None,
+) -> dict[str, torch.Tensor]:
+    """This rank's shards of the parameter ``name``, and of the adapter beside it."""
+    update = _update(name, adapter)
+    if update is None:
+        return {name: _own_shard(full, slots[name], device)}
+    names = {key: f"{name.removesuffix('weight')}{key}" for key in _ADAPTED}
+    if names["lora_a.weight"] not in slots:
+        return {name: merged_shard(full, update, slots[name], device)}
+    shards = {
+        name: _own_shard(full, slots[name], device),
+        **{
+            names[key]: _own_shard(tensor, slots[names[key]], device)
+            for key, tensor in (("lora_a.weight", update.a), ("lora_b.weight", update.b))
+        },
+    }
+    if update.magnitude is not None:
+        slot = slots[names["dora_scale"]]
+        shards[names["dora_scale"]] = dora_scale_shard(full, update, slot, device)
+    return shards
+
+
+def _update(name: str, adapter: Adapter | None) -> LowRank | None:
+    """What the adapter adds to the parameter ``name``."""
+    return None if adapter is None else adapter.updates.get(name.removesuffix(".weight"))
+
+
+def _unmerged(adapter: Adapter | None) -> list[str]:
+    """Names that the adapter's own parameters have where it is not merged."""
+    return [f"{name}.{key}" for name in (adapter.updates if adapter else ()) for key in _ADAPTED]
 
 
 def _own_shard(full: torch.Tensor, slot: torch.Tensor, device: torch.device) -> torch.Tensor:
     """This rank's part of a tensor that every rank can see, in the dtype of ``slot``."""
+    if isinstance(full, DTensor):  # it is that part already
+        return full.to(device=device, dtype=slot.dtype)
     if isinstance(slot, DTensor):
         shard = distribute_tensor(full, slot.device_mesh, slot.placements, src_data_rank=None)
         return shard.to(device=device, dtype=slot.dtype)
     return torch.empty(full.shape, dtype=slot.dtype, device=device).copy_(full)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _refuse_non_finite(shard: torch.Tensor, name: str) -> None:
-    if not _local(shard).isfinite().all():
+    if not local_part(shard).isfinite().all():
         raise UserError(
             f"{name} holds NaN or infinite numbers: the checkpoint is damaged, or its training"
             " diverged, or dtype=fp16 cannot hold them"
         )
 
 
+def _refuse_dora(adapter: Adapter | None) -> None:
+    dora = [n for n, u in (adapter.updates if adapter else {}).items() if u.magnitude is not None]
+    if dora:
+        raise UserError(
+            f"the adapter is DoRA ({len(dora)} matrices), whose norms need whole rows, but of a"
+            " distributed checkpoint a rank reads its slices only: convert the checkpoint to"
+            " safetensors"
+        )
+
+
+def _refuse_other_copy(
+    full: torch.Tensor,
+    name: str,
+    slots: Mapping[str, torch.Tensor],
+    adapter: Adapter | None,
+) -> None:
+    """PEFT stores embedding and head beside an adapter of the head; they need not have changed."""
+    copy = None if adapter is None else adapter.copies.get(name)
+    if copy is None:
+        return
+    slot = slots[name]
+    cpu = torch.device("cpu")
+    own, other = _own_shard(full, slot, cpu), _own_shard(copy, slot, cpu)
+    if not torch.equal(local_part(own), local_part(other)):
+        raise UserError(
+            f"the adapter comes with a {name} that is not the checkpoint's: it was trained too, or"
+            " on another model; merge it with PEFT's merge_and_unload() first"
+        )
+
+
 def _refuse_other_head(copy: torch.Tensor, embedding: torch.Tensor) -> None:
-    if not torch.equal(_local(copy), _local(embedding)):
+    if not torch.equal(local_part(copy), local_part(embedding)):
         raise UserError(
             "the model ties its head to the embedding, but the checkpoint has an output.weight that"
             " differs from tok_embeddings.weight: use an untied builder (or tie_word_embeddings:"

@@ -46,12 +46,14 @@ class ContextSplit:
         size = -(-length // (2 * self.size))
         return torch.cat([torch.arange(n * size, (n + 1) * size) for n in self.chunks])
 
-    def take(self, whole_BT: torch.Tensor) -> torch.Tensor:
-        """This rank's part [B, 2c] of a tensor of whole windows; zero in the padding."""
-        length = whole_BT.shape[1]
-        positions = self.positions(length).to(whole_BT.device)
-        part = whole_BT[:, positions.clamp(max=length - 1)]
-        return part.masked_fill_(positions >= length, 0)
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part [B, 2c, ...] of a tensor of whole windows [B, T, ...]; zero in the
+        padding."""
+        length = whole.shape[1]
+        positions = self.positions(length).to(whole.device)
+        part = whole[:, positions.clamp(max=length - 1)]
+        is_padding = (positions >= length).view(-1, *(1 for _ in whole.shape[2:]))
+        return part.masked_fill_(is_padding, 0)
 
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole of a tensor of which every rank has its two chunks along ``dim``.

@@ -6,6 +6,7 @@ small layer. A decoder layer communicates two sums of its output, the embedding 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ppl_eval.errors import UserError
+from ppl_eval.parallel.adapted import AdaptedLinear, local_part
 
 PLAN = {
     "tok_embeddings": "vocabulary",
@@ -34,7 +36,8 @@ PLAN = {
 columns: each rank computes some of the output features (its heads, its hidden units).
 rows: each rank reads some of the input features, and the results are added up.
 vocabulary: each rank has the rows of some ids. A tied head has no entry: it reads the embedding's.
-Vectors (norms) stay whole on every rank.
+Vectors (norms) stay whole on every rank. Of an adapter's two matrices the one that faces a split
+dim is split with it, see ``_planned``.
 """
 
 
@@ -42,13 +45,16 @@ _AXES = {"vocabulary": 0, "columns": 0, "rows": 1}
 """Axis of a weight. A bias of a matrix that is split by rows is added after the sum, whole."""
 
 
-def check_heads(model: nn.Module, tp: int, name: str = "the model") -> None:
+def check_heads(
+    model: nn.Module, tp: int, name: str = "the model", key: str = "parallel.tp"
+) -> None:
     """Refuse a degree that does not divide the heads.
 
     Args:
         model: a decoder, on any device, not yet split.
         tp: ranks that share a matrix.
         name: of the model, for the message.
+        key: of the config that says ``tp``, for the message.
 
     Raises:
         UserError: naming heads, kv heads and tp; or a module that the plan cannot split.
@@ -60,24 +66,19 @@ def check_heads(model: nn.Module, tp: int, name: str = "the model") -> None:
         if heads % tp or kv_heads % tp:
             fits = [n for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n]
             raise UserError(
-                f"parallel.tp is {tp}, but {name} has {heads} heads and {kv_heads} kv heads, which"
-                f" tp must both divide: set parallel.tp to {' or '.join(map(str, fits))}"
+                f"{key} is {tp}, but {name} has {heads} heads and {kv_heads} kv heads, which"
+                f" tp must both divide: set {key} to {' or '.join(map(str, fits))}"
             )
     planned = dict(_planned(model))
     for path, parameter in model.named_parameters():
         owner = path.rpartition(".")[0]
-        module = model.get_submodule(owner)
-        if owner == "tok_embeddings":
-            known = isinstance(module, nn.Embedding)
-        else:  # a subclass may do more than a product
-            known = owner in planned and type(module) is nn.Linear
-        if parameter.ndim > 1 and not known:
+        if parameter.ndim > 1 and not _is_known(model, owner, planned):
             raise UserError(
-                f"parallel.tp is {tp}, but how to split {path} of a {type(module).__name__} is not"
-                " known: set parallel.tp=1"
+                f"{key} is {tp}, but how to split {path} of a"
+                f" {type(model.get_submodule(owner)).__name__} is not known: set {key}=1"
             )
         if path == "output.bias":
-            raise UserError(f"parallel.tp is {tp}, but the head has a bias: set parallel.tp=1")
+            raise UserError(f"{key} is {tp}, but the head has a bias: set {key}=1")
 
 
 def check_groups(model: nn.Module, loss_group: dist.ProcessGroup | None) -> None:
@@ -137,10 +138,10 @@ def split_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
                 part = distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None)
                 module.register_parameter(key, nn.Parameter(part, requires_grad=False))
         module.tp_group = mesh.get_group()
-        mixin = _EmbeddingRows if isinstance(module, nn.Embedding) else _LINEAR[kind]
         own = type(module)
+        mixin = _split_class(module, kind)
         # as FSDP2 does; a subclass (Gemma scales its embedding) keeps what it adds
-        bases = (mixin,) if own in (nn.Embedding, nn.Linear) else (own, mixin)
+        bases = (mixin,) if own in (nn.Embedding, nn.Linear, AdaptedLinear) else (own, mixin)
         module.__class__ = type(f"TensorParallel{own.__name__}", bases, {})
 
 
@@ -153,12 +154,24 @@ class VocabularyPart:
         first: id of the first of them.
         largest: most rows that any rank has.
         group: the ranks that have the others.
+        num_ids: rows of the whole.
     """
 
     weight_VD: torch.Tensor
     first: int
     largest: int
     group: dist.ProcessGroup
+    num_ids: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no rank has ids after this one's."""
+        return dist.get_rank(self.group) == dist.get_world_size(self.group) - 1
+
+    def is_like(self, other: "VocabularyPart") -> bool:
+        """Whether both are of as many ids, split over the same ranks."""
+        ranks = (dist.get_process_group_ranks(part.group) for part in (self, other))
+        return self.num_ids == other.num_ids and len({tuple(r) for r in ranks}) == 1
 
 
 def vocabulary_part(module: nn.Module) -> VocabularyPart | None:
@@ -170,8 +183,11 @@ def vocabulary_part(module: nn.Module) -> VocabularyPart | None:
     if group is None:
         return None
     weight: Any = module.weight
-    largest = -(-weight.shape[0] // dist.get_world_size(group))
-    return VocabularyPart(_local(weight), largest * dist.get_rank(group), largest, group)
+    num_ids = weight.shape[0]
+    largest = -(-num_ids // dist.get_world_size(group))
+    return VocabularyPart(
+        local_part(weight), largest * dist.get_rank(group), largest, group, num_ids
+    )
 
 
 class _EmbeddingRows(nn.Embedding):
@@ -199,8 +215,8 @@ class _Columns(nn.Linear):
     tp_group: dist.ProcessGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else _local(self.bias)
-        return F.linear(input, _local(self.weight), bias)
+        bias = None if self.bias is None else local_part(self.bias)
+        return F.linear(input, local_part(self.weight), bias)
 
 
 class _Rows(nn.Linear):
@@ -213,10 +229,32 @@ class _Rows(nn.Linear):
     tp_group: dist.ProcessGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = _wide_product(input, _local(self.weight))
-        dist.all_reduce(out, group=self.tp_group)
-        out = out.to(input.dtype)
+        out = _summed_product(input, local_part(self.weight), self.tp_group)
         return out if self.bias is None else out + self.bias
+
+
+class _AdaptedColumns(AdaptedLinear):
+    """Each rank computes its own output features; A is whole, B and the scale are its rows."""
+
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, local_part(self.weight))
+
+
+class _AdaptedRows(AdaptedLinear):
+    """The outputs of W and those of A are added up over the ranks; what comes after is whole."""
+
+    tp_group: dist.ProcessGroup
+
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        return _summed_product(input, local_part(self.weight), self.tp_group)
+
+
+def _summed_product(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    out = _wide_product(x, weight)
+    dist.all_reduce(out, group=group)
+    return out.to(x.dtype)
 
 
 def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -233,25 +271,50 @@ _CUBLAS_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
 """torch 2.8 and later can have fp32 out of a bf16 product, on CUDA."""
 
 _LINEAR = {"columns": _Columns, "vocabulary": _Columns, "rows": _Rows}
+_ADAPTED = {"columns": _AdaptedColumns, "rows": _AdaptedRows}
+_FACING = {"columns": "lora_b", "rows": "lora_a"}
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _split_class(module: nn.Module, kind: str) -> type[nn.Module]:
+    """What a module computes once its parameters are split."""
+    if isinstance(module, nn.Embedding):
+        return _EmbeddingRows
+    return (_ADAPTED if isinstance(module, AdaptedLinear) else _LINEAR)[kind]
 
 
 def _layers(model: nn.Module) -> Any:
     return model.layers
 
 
+def _is_known(model: nn.Module, owner: str, planned: Mapping[str, str]) -> bool:
+    """Whether the matrix of the module ``owner`` can be split, or may stay whole."""
+    module = model.get_submodule(owner)
+    if owner == "tok_embeddings":
+        return isinstance(module, nn.Embedding)
+    adapted, _, part = owner.rpartition(".")
+    name = adapted if part in ("lora_a", "lora_b") else owner
+    # a subclass may do more than a product
+    return name in planned and type(module) in (nn.Linear, AdaptedLinear)
+
+
 def _planned(model: nn.Module) -> list[tuple[str, str]]:
-    """(module name, how it is split) for the modules that the model has."""
+    """(module name, how it is split) for the modules that the model has.
+
+    An adapter adds up to its matrix's output, so B is split as W by columns, and A as W by rows;
+    the other of the two is small and stays whole.
+    """
     patterns = {
         re.compile(re.escape(pattern).replace(r"\*", r"\d+")): kind
         for pattern, kind in PLAN.items()
     }
-    return [
+    matrices = [
         (name, kind)
         for name, module in model.named_modules()
         for pattern, kind in patterns.items()
         if pattern.fullmatch(name) and next(module.parameters(recurse=False), None) is not None
+    ]
+    return matrices + [
+        (f"{name}.{_FACING[kind]}", kind)
+        for name, kind in matrices
+        if isinstance(model.get_submodule(name), AdaptedLinear)
     ]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,17 @@ import numpy as np
 
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.intervals import paired_log_ratio
-from ppl_eval.report.tables import result_rows, result_table
+from ppl_eval.report.tables import align, number, result_rows, result_table
+
+FIDELITY_COLUMNS = (
+    ("ppl ratio", "perplexity_ratio"),
+    ("KL(t||s) nats", "kl_teacher_student_nats"),
+    ("KL(s||t) nats", "kl_student_teacher_nats"),
+    ("JS nats", "js_nats"),
+    ("top-1", "top1_agreement"),
+    ("top-5", "top5_agreement"),
+)
+"""Heading, key of ``fidelity``."""
 
 
 def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
@@ -30,36 +40,64 @@ def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
     for content, name in zip(contents, names, strict=True):
         rows += result_rows(content, name, with_domains=with_domains)
     lines = [result_table(rows)]
+    if any("fidelity" in content for content in contents):
+        lines += ["", fidelity_table(contents, names), ""]
     for path, content, name in list(zip(paths, contents, names, strict=True))[1:]:
-        difference = paired(contents[0], paths[0], content, path)
-        if difference is not None:
+        for difference in paired(contents[0], paths[0], content, path):
             lines.append(f"{name} against {names[0]}: {difference}")
     return "\n".join([*lines, *(f"note: {note}" for note in notes(contents))])
 
 
 def paired(
     first: dict[str, Any], first_path: Path, other: dict[str, Any], path: Path
-) -> str | None:
-    """How ``other`` differs from ``first`` on the same documents, with its 95 % interval.
+) -> Iterator[str]:
+    """How ``other`` differs from ``first`` on the same documents, with 95 % intervals.
 
-    By token where both have the same tokenizer, else by byte. None where texts or protocol differ,
-    where a documents.jsonl is missing, and for fewer than two documents.
+    Perplexity by token where both have the same tokenizer, else by byte; and KL where both were
+    read beside the same teacher. Nothing where texts or protocol differ, where a documents.jsonl is
+    missing, and for fewer than two documents.
     """
     prints = first["fingerprints"], other["fingerprints"]
     if any(prints[0][key] != prints[1][key] for key in ("data", "protocol")):
-        return None
+        return
     rows = _documents(first_path), _documents(path)
     if not rows[0] or len(rows[0]) != len(rows[1]):
-        return None
-    nll, other_nll = (np.asarray([row["nll_nats_sum"] for row in table]) for table in rows)
+        return
+
+    def columns(name: str) -> list[np.ndarray]:
+        return [np.asarray([row[name] for row in table]) for table in rows]
+
     same = prints[0]["tokenizer"] == prints[1]["tokenizer"]
     key, unit = ("scored_tokens", "token") if same else ("bytes", "byte")
-    weight = np.asarray([row[key] for row in rows[0]])
+    weight = columns(key)[0]
+    nll, other_nll = columns("nll_nats_sum")
     ratio, interval = paired_log_ratio(other_nll, nll, weight)
-    if interval is None:
-        return None
-    low, high = (math.exp(end) for end in interval)
-    return f"{unit} ppl x {math.exp(ratio):.4f}, 95 % {low:.4f} to {high:.4f} (paired by document)"
+    if interval is not None:
+        low, high = (math.exp(end) for end in interval)
+        yield (
+            f"{unit} ppl x {math.exp(ratio):.4f}, 95 % {low:.4f} to {high:.4f} (paired by document)"
+        )
+    teachers = [each.get("teacher") for each in prints]
+    if teachers[0] is None or teachers[0] != teachers[1]:
+        return
+    kl, other_kl = columns("kl_teacher_student_sum")
+    difference, interval = paired_log_ratio(other_kl, kl, weight)
+    if interval is not None:
+        low, high = interval
+        yield (
+            f"KL to the teacher {difference:+.5f} nats, 95 % {low:+.5f} to {high:+.5f}"
+            " (paired by document)"
+        )
+
+
+def fidelity_table(contents: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """A row for each run beside a teacher: how far it is from it."""
+    rows = [["beside its teacher", *(heading for heading, _ in FIDELITY_COLUMNS)]]
+    for content, name in zip(contents, names, strict=True):
+        if "fidelity" in content:
+            values = (content["fidelity"].get(key) for _, key in FIDELITY_COLUMNS)
+            rows.append([name, *("-" if value is None else number(value) for value in values)])
+    return align(rows)
 
 
 def _documents(path: Path) -> list[dict[str, Any]]:
@@ -102,4 +140,6 @@ def notes(contents: Sequence[dict[str, Any]]) -> list[str]:
         found.append("the tokenizers differ: compare byte ppl and bits/byte, not token ppl")
     if differ("protocol"):
         found.append("the protocols differ: windows, stride, BOS or EOS are not the same")
+    if len({c["fingerprints"].get("teacher") for c in contents if "fidelity" in c}) > 1:
+        found.append("the teachers differ: no KL is comparable")
     return found

@@ -17,7 +17,7 @@ from ppl_eval.data.protocol import Protocol
 from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
 from ppl_eval.metrics import intervals
-from ppl_eval.metrics.ledger import Ledger
+from ppl_eval.metrics.ledger import NLL, Ledger
 from ppl_eval.metrics.perplexity import exp_or_inf
 
 SCHEMA_VERSION = 1
@@ -41,6 +41,7 @@ class DocumentTable:
         num_characters: code points of the text (int64).
         num_words: words of the text, as the protocol counts them (int64).
         lost_bytes: bytes of the text that no token stands for (int64).
+        sums: sums of every column of the ledger, by name (float64).
     """
 
     labels: list[tuple[str | int | None, str | None]]
@@ -56,9 +57,19 @@ class DocumentTable:
     num_characters: np.ndarray
     num_words: np.ndarray
     lost_bytes: np.ndarray
+    sums: Mapping[str, np.ndarray]
+
+    def by_domain(self) -> dict[str, np.ndarray]:
+        """Name of each domain -> numbers of its documents, in the order of names."""
+        found: dict[str, list[int]] = {}
+        for number, (_, domain) in enumerate(self.labels):
+            if domain is not None:
+                found.setdefault(domain, []).append(number)
+        return {name: np.asarray(found[name]) for name in sorted(found)}
 
     def rows(self) -> Iterable[dict[str, Any]]:
         """The lines of documents.jsonl."""
+        more = [name for name in self.sums if name not in NLL]
         for number, (row_id, domain) in enumerate(self.labels):
             yield {
                 "document": number,
@@ -70,6 +81,7 @@ class DocumentTable:
                 "bytes": int(self.num_bytes[number]),
                 "characters": int(self.num_characters[number]),
                 "words": int(self.num_words[number]),
+                **{f"{name}_sum": float(self.sums[name][number]) for name in more},
             }
 
 
@@ -224,6 +236,10 @@ def summarise(
     """
     num_documents = len(corpus.num_tokens)
     num_scored = _by_document(windows, ledger.num_scored.cpu().numpy(), num_documents)
+    sums = {
+        name: _by_document(windows, column, num_documents)
+        for name, column in zip(ledger.columns, ledger.sums.cpu().numpy(), strict=True)
+    }
     table = DocumentTable(
         labels=labels(corpus.documents),
         num_scored=num_scored,
@@ -231,24 +247,19 @@ def summarise(
         context_only=windows.context_only,
         truncated=windows.truncated,
         masked=_by_document(windows, windows.num_scored, num_documents) - num_scored,
-        nll_nats_sum=_by_document(windows, ledger.nll_nats_sum.cpu().numpy(), num_documents),
-        nll_nats_squared_sum=_by_document(
-            windows, ledger.nll_nats_squared_sum.cpu().numpy(), num_documents
-        ),
+        nll_nats_sum=sums["nll_nats"],
+        nll_nats_squared_sum=sums["nll_nats_squared"],
         num_tokens=corpus.num_tokens,
         num_bytes=corpus.num_bytes,
         num_characters=corpus.num_characters,
         num_words=corpus.num_words,
         lost_bytes=corpus.lost_bytes,
+        sums=sums,
     )
     everything = np.arange(num_documents)
-    by_domain: dict[str, list[int]] = {}
-    for number, (_, domain) in enumerate(table.labels):
-        if domain is not None:
-            by_domain.setdefault(domain, []).append(number)
     return Summary(
         total=_total(table, everything),
-        domains={name: _total(table, np.asarray(by_domain[name])) for name in sorted(by_domain)},
+        domains={name: _total(table, chosen) for name, chosen in table.by_domain().items()},
         documents=table,
         by_position=by_position,
         hf_perplexity=(
@@ -329,6 +340,18 @@ def results(summary: Summary, *, resamples: int = 0, seed: int = 0, **more: Any)
         "loss_by_position": summary.by_position,
         "loss_by_document_length": _by_length(summary.documents),
     }
+
+
+def teacher_results(summary: Summary, **more: Any) -> dict[str, Any]:
+    """The ``teacher`` section of results.json: its own metrics on the same tokens.
+
+    Args:
+        summary: of the teacher.
+        more: what describes it.
+    """
+    content = results(summary)
+    kept = ("metrics", "intervals_95", "domains", "loss_by_position")
+    return {**more, **{name: content[name] for name in kept}}
 
 
 def _macro(domains: list[Totals]) -> dict[str, Any] | None:

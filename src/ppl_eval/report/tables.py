@@ -25,6 +25,8 @@ def result_rows(
     """Rows of one results.json: the whole, then (at most 20 of) its domains."""
     domains = list(content["domains"].items()) if with_domains else []
     parts = [(name, content), *((f"  {d}", part) for d, part in domains[:_MOST_DOMAINS])]
+    if "teacher" in content:  # it read the same tokens
+        parts.insert(1, ("its teacher", {**content["teacher"], "counts": content["counts"]}))
     rows = [[title, *_cells(part)] for title, part in parts]
     if len(domains) > _MOST_DOMAINS:
         more = f"  ... {len(domains) - _MOST_DOMAINS} more domains"

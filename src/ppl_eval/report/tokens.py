@@ -1,5 +1,6 @@
 """tokens.parquet: every token of every document, scored or not."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,35 +9,34 @@ import numpy as np
 _DOCUMENTS_AT_A_TIME = 256
 
 
-def write_tokens(
-    folder: Path, workload: Any, document: np.ndarray, token: np.ndarray, nll: np.ndarray
-) -> None:
+def write_tokens(folder: Path, workload: Any, records: Mapping[str, np.ndarray]) -> None:
     """Write ``tokens.parquet`` into ``folder``: whole, then renamed.
 
     A row for each token of each document, what the protocol adds to be scored included: document
-    (int64), position among the document's tokens (int64), token_id (int32), nll_nats (float32 as
-    computed; null where not scored), scored (bool).
+    (int64), position among the document's tokens (int64), token_id (int32), scored (bool), and what
+    was recorded (float32 or float64, as computed; null where not scored): nll_nats, and with a
+    teacher teacher_nll_nats and kl_teacher_student_nats.
 
     Args:
         folder: of the results.
         workload: of :mod:`ppl_eval.evaluation`.
-        document: of each scored token (int64 [scored]), in order.
-        token: its place in the document (int64 [scored]), in order within a document.
-        nll: its NLL in nats (float [scored]).
+        records: ``document`` and ``position`` of each scored token (int64 [scored]), in order, and
+            what is known of it, by name.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     corpus, protocol = workload.corpus, workload.protocol
     totals = protocol.num_tokens(corpus.num_tokens)
+    document, token = records["document"], records["position"]
+    recorded = {k: v for k, v in records.items() if k not in ("document", "position")}
     ends = np.searchsorted(document, np.arange(len(totals)), side="right")
-    value = pa.float64() if nll.dtype == np.float64 else pa.float32()
     schema = pa.schema(
         {
             "document": pa.int64(),
             "position": pa.int64(),
             "token_id": pa.int32(),
-            "nll_nats": value,
+            **{name: pa.from_numpy_dtype(values.dtype) for name, values in recorded.items()},
             "scored": pa.bool_(),
         }
     )
@@ -51,14 +51,15 @@ def write_tokens(
                 chosen = slice(first, int(ends[number]))
                 scored = np.zeros(total, dtype=bool)
                 scored[token[chosen]] = True
-                values = np.zeros(total, dtype=nll.dtype)
-                values[token[chosen]] = nll[chosen]
                 columns = [
                     pa.array(np.full(total, number), pa.int64()),
                     pa.array(np.arange(total), pa.int64()),
                     pa.array(protocol.read(texts[number], 0, total), pa.int32()),
-                    pa.array(values, value, mask=~scored),
-                    pa.array(scored, pa.bool_()),
                 ]
+                for values in recorded.values():
+                    spread = np.zeros(total, dtype=values.dtype)
+                    spread[token[chosen]] = values[chosen]
+                    columns.append(pa.array(spread, mask=~scored))
+                columns.append(pa.array(scored, pa.bool_()))
                 writer.write_batch(pa.record_batch(columns, schema=schema))
     unfinished.replace(folder / "tokens.parquet")

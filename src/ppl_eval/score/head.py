@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ppl_eval.errors import UserError
+from ppl_eval.parallel.reduce import all_gather
 from ppl_eval.parallel.tensor import VocabularyPart, vocabulary_part
 from ppl_eval.score.nll import sharded_token_nll_, token_nll_
 
@@ -79,24 +82,74 @@ def score(
         NLL in nats [B, T] (fp32, or fp64 from fp64 logits), 0 where nothing is scored.
     """
     targets_N = targets_BT[scored_BT]
-    decoder = unwrapped(model)
 
-    def from_hidden(hidden_BTD: torch.Tensor) -> torch.Tensor:
-        hidden_ND = decoder.norm(hidden_BTD[scored_BT])
-        head = Head.of(decoder.output, fp32_logits)
-        return _in_chunks(head.nll, hidden_ND, targets_N, head.largest_vocabulary)
+    def in_chunks(rows_ND: torch.Tensor, head: Head) -> torch.Tensor:
+        nll_N = torch.zeros(len(rows_ND), dtype=wide_dtype(rows_ND), device=rows_ND.device)
+        for chunk in chunks_of(len(rows_ND), CHUNK_ELEMENTS // head.largest_vocabulary):
+            nll_N[chunk] = head.nll(rows_ND[chunk], targets_N[chunk])
+        return nll_N
 
-    if hasattr(decoder, "unembed"):
-        options = {} if positions is None else {"input_pos": positions.view(-1, inputs_BT.shape[1])}
-        with _unembed_replaced(decoder, from_hidden):
-            nll_N = model(inputs_BT, **options)
-    else:
-        out = model(inputs_BT)
-        logits_NV = getattr(out, "logits", out)[scored_BT]
-        nll_N = _in_chunks(token_nll_, logits_NV, targets_N, logits_NV.shape[-1])
+    nll_N = run_to_head(
+        model,
+        inputs_BT,
+        lambda hidden_BTD: hidden_BTD[scored_BT],
+        in_chunks,
+        positions=positions,
+        fp32_logits=fp32_logits,
+    )
     nll_BT = torch.zeros(inputs_BT.shape, dtype=nll_N.dtype, device=nll_N.device)
     nll_BT[scored_BT] = nll_N
     return nll_BT
+
+
+def run_to_head(
+    model: nn.Module,
+    inputs_BT: torch.Tensor,
+    rows_of: Callable[[torch.Tensor], torch.Tensor],
+    then: Callable[[torch.Tensor, "Head"], Any],
+    *,
+    positions: torch.Tensor | None = None,
+    fp32_logits: bool = True,
+) -> Any:
+    """One forward pass of ``model`` that ends in ``then``, where its head can be run.
+
+    Args:
+        model: on the device of the inputs; sharded or not.
+        inputs_BT: token ids (int64).
+        rows_of: hidden states [B, T, D] -> those whose logits are wanted [N, D].
+        then: given these, normed, and the head; under FSDP2 it runs inside the root's forward,
+            where parameters are gathered. Of a module that gives logits: these, and no head's work.
+        positions: places of the inputs in their windows (int64 [T] or [B, T]); None: 0, 1, 2, ...
+        fp32_logits: see :func:`score`.
+
+    Returns:
+        What ``then`` returns.
+    """
+    decoder = unwrapped(model)
+    if not hasattr(decoder, "unembed"):
+        out = model(inputs_BT)
+        logits_NV = rows_of(getattr(out, "logits", out))
+        return then(logits_NV, Head(lambda rows_NV: rows_NV, logits_NV.shape[-1]))
+
+    def unembed(hidden_BTD: torch.Tensor) -> Any:
+        rows_ND = decoder.norm(rows_of(hidden_BTD))
+        return then(rows_ND, Head.of(decoder.output, fp32_logits))
+
+    options = {} if positions is None else {"input_pos": positions.view(-1, inputs_BT.shape[1])}
+    with _unembed_replaced(decoder, unembed):
+        return model(inputs_BT, **options)
+
+
+def chunks_of(count: int, size: int) -> Iterator[slice]:
+    """``count`` rows, at most ``size`` (and at least one) at a time."""
+    size = max(1, size)
+    for begin in range(0, count, size):
+        yield slice(begin, begin + size)
+
+
+def wide_dtype(rows: torch.Tensor) -> torch.dtype:
+    """What losses are computed in: fp64 of fp64 rows, else fp32."""
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -117,51 +170,86 @@ def _unembed_replaced(decoder: nn.Module, unembed: Callable[..., torch.Tensor]) 
         object.__delattr__(decoder, "unembed")
 
 
-def _in_chunks(
-    nll: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    rows_N: torch.Tensor,
-    targets_N: torch.Tensor,
-    vocabulary: int,
-) -> torch.Tensor:
-    """``nll`` of as many rows at a time as may have their logits at once."""
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    dtype = torch.float64 if rows_N.dtype == torch.float64 else torch.float32
-    nll_N = torch.zeros(len(rows_N), dtype=dtype, device=rows_N.device)
-    for begin in range(0, len(rows_N), size):
-        chunk = slice(begin, begin + size)
-        nll_N[chunk] = nll(rows_N[chunk], targets_N[chunk])
-    return nll_N
-
-
 @dataclass(frozen=True)
 class Head:
     """A decoder's ``output`` as what gives a loss: a linear layer, a tied one, or any callable.
 
     Attributes:
-        logits: hidden states [N, D] -> logits [N, V], or this rank's part of them.
+        function: hidden states [N, D] -> logits [N, V], or this rank's part of them.
         largest_vocabulary: most logits of a token on any rank.
         part: how the vocabulary is split, if it is.
+        weight_VD: what ``function`` multiplies by, if it does no more than that.
+        fp32: multiply in fp32.
+        soft_cap: see :class:`CappedHead`.
     """
 
-    logits: Callable[[torch.Tensor], torch.Tensor]
+    function: Callable[[torch.Tensor], torch.Tensor]
     largest_vocabulary: int
     part: VocabularyPart | None = None
+    weight_VD: torch.Tensor | None = None
+    fp32: bool = True
+    soft_cap: float | None = None
 
     @classmethod
     def of(cls, output: Any, fp32: bool) -> "Head":
         """Under FSDP2 call it inside the root's forward, where parameters are gathered."""
         if isinstance(output, CappedHead):
-            inner = cls.of(output.head, fp32)
-            return replace(inner, logits=lambda h: soft_capped(inner.logits(h), output.soft_cap))
+            return replace(cls.of(output.head, fp32), soft_cap=output.soft_cap)
         owner = getattr(output, "tied_module", output)  # torchtune's TiedLinear is no nn.Module
         part = vocabulary_part(owner)
         if part is not None:
-            weight_VD = part.weight_VD
-            return cls(lambda h: _product(h, weight_VD, fp32), part.largest, part)
+            return cls.by_weight(part.weight_VD, fp32, part)
         weight_VD = _plain_weight(output)
         if weight_VD is None:
             return cls(output, _LARGE_VOCABULARY)
-        return cls(lambda h: _product(h, weight_VD, fp32), len(weight_VD))
+        return cls.by_weight(weight_VD, fp32)
+
+    @classmethod
+    def by_weight(
+        cls, weight_VD: torch.Tensor, fp32: bool, part: VocabularyPart | None = None
+    ) -> "Head":
+        """The product with a weight, or with this rank's rows of it."""
+        largest = len(weight_VD) if part is None else part.largest
+        return cls(lambda h: _product(h, weight_VD, fp32), largest, part, weight_VD, fp32)
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] of hidden states, or this rank's part of them."""
+        logits_NV = self.function(hidden_ND)
+        return logits_NV if self.soft_cap is None else soft_capped(logits_NV, self.soft_cap)
+
+    def split_like(self, other: "Head") -> "Head":
+        """This head with the ids that ``other`` has on this rank; ids that ``other`` lacks go to
+        the last of its ranks.
+
+        Ranks that split this head gather its weight, unless both are split alike; so all of them
+        call it.
+        """
+        theirs, mine = other.part, self.part
+        if theirs is None and mine is None:
+            return self
+        if theirs is not None and mine is not None and theirs.is_like(mine):
+            return self
+        if mine is None:
+            weight_VD = self.weight_VD
+        else:
+            padded = F.pad(mine.weight_VD, (0, 0, 0, mine.largest - len(mine.weight_VD)))
+            weight_VD = all_gather(padded, mine.group).flatten(0, 1)[: mine.num_ids]
+        if theirs is None:
+            assert weight_VD is not None
+            return replace(self.by_weight(weight_VD, self.fp32), soft_cap=self.soft_cap)
+        if weight_VD is None:
+            raise UserError(
+                "parallel.tp splits the student's head, but the teacher's head is no plain matrix:"
+                " set parallel.tp=1 and teacher_parallel.tp=1"
+            )
+        num_ids = len(weight_VD)
+        end = num_ids if theirs.is_last else theirs.first + theirs.largest
+        rows_VD = weight_VD[theirs.first : end]
+        rows_VD = rows_VD if mine is None else rows_VD.clone()  # or the whole would be kept
+        before_last = theirs.largest * (dist.get_world_size(theirs.group) - 1)
+        largest = max(theirs.largest, num_ids - before_last)
+        part = VocabularyPart(rows_VD, theirs.first, largest, theirs.group, num_ids)
+        return replace(self.by_weight(rows_VD, self.fp32, part), soft_cap=self.soft_cap)
 
     def nll(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """NLL of N tokens; every rank that has a part of the vocabulary calls it."""

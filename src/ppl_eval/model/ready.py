@@ -1,0 +1,214 @@
+"""A model whose checkpoint is known to fit it, before any weight is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval import fingerprint as fingerprints
+from ppl_eval.errors import UserError
+from ppl_eval.model import checkpoint
+from ppl_eval.model.adapter import Adapter, install, read_adapter, strip
+from ppl_eval.model.agree import check_against_config, config_of
+from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.convert import Convert
+from ppl_eval.model.folder import has_adapter
+from ppl_eval.model.load import check_names, load
+from ppl_eval.model.source import Source
+from ppl_eval.parallel.dims import Meshes
+from ppl_eval.parallel.shard import shard_decoder
+from ppl_eval.parallel.tensor import check_heads, split_decoder
+from ppl_eval.score.attention import check_attention
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is about to be split, for checks.
+
+    Attributes:
+        tp: ranks that share a matrix.
+        cp: ranks that share a window.
+        packs: whether rows hold several windows.
+        protocol: its name.
+        key: of the config that says so.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    packs: bool = False
+    protocol: str = "document"
+    key: str = "parallel"
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """What is ready before any weight is read; the same on every rank.
+
+    Attributes:
+        section: the model section.
+        checkpointer: the section, its weight files found.
+        config: config.json of the folder, or empty.
+        model: on the meta device.
+        source: the checkpoint's tensors, names and shapes checked against the model.
+        convert: from their names to torchtune's.
+        checkpoint_dtype: what most of the checkpoint's numbers are.
+        adapter: added to the weights, if there is one.
+        warnings: what a user should hear before the run, one sentence each.
+        notes: what is good to know, one sentence each.
+    """
+
+    section: Mapping[str, Any]
+    checkpointer: Mapping[str, Any]
+    config: Mapping[str, Any]
+    model: TransformerDecoder
+    source: Source
+    convert: Convert
+    checkpoint_dtype: str
+    adapter: Adapter | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def component(self) -> str:
+        """Import path of the builder."""
+        return self.section["_component_"]
+
+    def fingerprint(self) -> str:
+        """Hash of what makes the model: its component, its weights, how they are read, and its
+        adapter."""
+        own = checkpoint.fingerprint(self.checkpointer, self.section)
+        if self.adapter is None:
+            return own
+        return fingerprints.of(own, fingerprints.of_files(list(self.adapter.files)))
+
+    def place(
+        self,
+        meshes: Meshes | None,
+        device: torch.device,
+        *,
+        reshard_after_forward: bool = True,
+        show_progress: bool = False,
+    ) -> None:
+        """Split and shard the model over ``meshes``, and read this rank's weights onto ``device``.
+
+        Afterwards the model can evaluate. No communication.
+        """
+        if meshes is not None:
+            split_decoder(self.model, meshes.tp)
+            shard_decoder(
+                self.model,
+                self.model.layers,
+                meshes.fsdp,
+                reshard_after_forward=reshard_after_forward,
+            )
+        load(
+            self.model,
+            self.source,
+            self.convert,
+            device,
+            adapter=self.adapter,
+            show_progress=show_progress,
+        )
+
+
+def ready_model(
+    section: Mapping[str, Any],
+    checkpointer: Mapping[str, Any],
+    dtype: torch.dtype,
+    layout: Layout,
+    *,
+    adapter_dir: str | None = None,
+    merge: bool = True,
+) -> ReadyModel:
+    """Build a model on the meta device and check everything about it that needs no weights.
+
+    Args:
+        section: the model section.
+        checkpointer: its checkpointer section.
+        dtype: of the parameters.
+        layout: how it is about to be split.
+        adapter_dir: folder of a LoRA or DoRA adapter, or None.
+        merge: add it to the weights as they are read; False keeps its matrices beside them.
+
+    Raises:
+        UserError: whatever is wrong with section, checkpoint or adapter.
+    """
+    node = checkpoint.complete_checkpointer(checkpointer)
+    config = config_of(node)
+    model = build_on_meta(section, dtype, config)
+    slots = strip(model)
+    check_against_config(model, node, config)
+    adapter = None
+    if adapter_dir is not None:
+        adapter = read_adapter(adapter_dir, node, config, model, slots)
+        if not merge:
+            install(model, adapter)
+    check_heads(model, layout.tp, section["_component_"], f"{layout.key}.tp")
+    _check_layout(model, layout)
+    source, convert, names_layout = checkpoint.open_checkpoint(node, config)
+    checkpoint_dtype = check_names(model, source, convert, names_layout, adapter)
+    warnings, notes = _about_adapters(node, adapter, bool(slots), section)
+    return ReadyModel(
+        section,
+        node,
+        config,
+        model,
+        source,
+        convert,
+        checkpoint_dtype,
+        adapter,
+        warnings,
+        notes,
+    )
+
+
+def num_ids(model: TransformerDecoder) -> int:
+    """Rows of the embedding, and of the head."""
+    return model.tok_embeddings.num_embeddings
+
+
+def _check_layout(model: TransformerDecoder, layout: Layout) -> None:
+    """Refuse attention that cannot be split or packed."""
+    if layout.packs:
+        check_attention(model, "protocol.name is packed", "protocol.name=document")
+    if layout.cp > 1:
+        if layout.packs:
+            raise UserError(
+                f"{layout.key}.cp is {layout.cp}, but {layout.protocol} does not share its rows:"
+                f" set {layout.key}.cp=1, or protocol.name=document, which gives the same numbers"
+            )
+        check_attention(model, f"{layout.key}.cp is {layout.cp}", f"{layout.key}.cp=1")
+
+
+def _about_adapters(
+    checkpointer: Mapping[str, Any],
+    adapter: Adapter | None,
+    has_slots: bool,
+    section: Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(warnings, notes): what is done with an adapter, or with one that lies about."""
+    folder = checkpointer.get("checkpoint_dir")
+    beside = folder is not None and has_adapter(Path(folder))
+    if adapter is not None:
+        warnings = adapter.warnings
+        if beside and adapter.folder.resolve() == Path(str(folder)).resolve():
+            warnings += (
+                f"adapter.dir is checkpoint_dir, {folder}: torchtune's recipes write weights there"
+                " that have the adapter in them, and then it counts twice; for those leave out"
+                " adapter.dir",
+            )
+        return warnings, ()
+    if beside:
+        return (), (
+            f"{folder} has model weights and an adapter: the weights are taken as merged, as"
+            " torchtune's recipes write them, and the adapter is left alone",
+        )
+    if has_slots:
+        return (), (
+            f"model is {section['_component_']} and no adapter is given: its base is evaluated;"
+            " set adapter.dir=DIR for an adapter",
+        )
+    return (), ()

@@ -1,0 +1,260 @@
+"""What a step of an evaluation does: a batch -> values of each token -> where they add up."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ppl_eval.data.batch import Batch
+from ppl_eval.metrics.fidelity import SUMS, Fidelity, ledger_values
+from ppl_eval.metrics.ledger import NLL, Ledger
+from ppl_eval.metrics.perplexity import Perplexity
+from ppl_eval.metrics.positions import PositionLoss
+from ppl_eval.metrics.tokens import TokenRecords
+from ppl_eval.parallel.context import ContextSplit
+from ppl_eval.parallel.dims import Meshes
+from ppl_eval.parallel.shard import reshard
+from ppl_eval.score.attention import attention_packed, attention_split
+from ppl_eval.score.divergence import COLUMNS
+from ppl_eval.score.head import score, unwrapped
+from ppl_eval.score.pair import PairScorer, Reader, score_perturbed
+
+NOISE_EVERY = 16
+"""One batch in so many is read twice more, by the teacher and by the teacher rounded otherwise."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model that reads the same windows as the student, on the same ranks.
+
+    Attributes:
+        model: on the student's device, sharded or not.
+        loss_group: ranks that read different parts of windows (its batch x cp); None for this one.
+        cp_group: ranks that share a window in its layout; None where none is shared.
+        measure_noise: also let it be its own student, on a sample.
+    """
+
+    model: nn.Module
+    loss_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    measure_noise: bool = True
+
+    @classmethod
+    def on(cls, model: nn.Module, meshes: Meshes | None) -> "Teacher":
+        """A teacher that lies on ``meshes``; on this rank alone if there are none."""
+        if meshes is None:
+            return cls(model)
+        return cls(model, meshes.loss.get_group(), meshes.cp.get_group())
+
+
+class Alone:
+    """Steps of one model.
+
+    Args:
+        model: on ``device``.
+        device: of the model.
+        context: how windows are split, if they are.
+        fp32_logits: see :func:`ppl_eval.score.head.score`.
+        records: filled with every token that this rank scores, if given.
+    """
+
+    columns: tuple[str, ...] = NLL
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        context: ContextSplit | None,
+        fp32_logits: bool,
+        records: TokenRecords | None,
+    ) -> None:
+        self._model, self._device, self._context = model, device, context
+        self._fp32_logits, self._records = fp32_logits, records
+        self._by_position = PositionLoss(device)
+        self.running = Perplexity(device)
+
+    def run(self, whole: Batch, ledger: Ledger) -> None:
+        """Score a batch; the same number of calls on every rank.
+
+        Args:
+            whole: this rank's batch, of whole windows.
+            ledger: written to.
+        """
+        batch = whole.part(self._context).to(self._device)
+        with attention_packed(unwrapped(self._model), batch.spans):
+            nll_BT = score(
+                self._model,
+                batch.inputs_BT,
+                batch.targets_BT,
+                batch.scored_BT,
+                positions=batch.positions,
+                fp32_logits=self._fp32_logits,
+            )
+        _write(ledger, batch, torch.stack([nll_BT, nll_BT.square()]))
+        _record(self._records, batch, nll_nats=nll_BT)
+        self._by_position.update(nll_BT, batch.scored_BT, batch.positions)
+        self.running.update(nll_BT, batch.scored_BT)
+
+    def assemble(self, loss_group: dist.ProcessGroup | None) -> None:
+        """Complete on every rank what was added up beside the ledger."""
+        self._by_position.assemble(loss_group)
+
+    def by_position(self) -> list[dict[str, Any]]:
+        """See :meth:`PositionLoss.rows`."""
+        return self._by_position.rows()
+
+
+class BesideTeacher:
+    """Steps of a student and its teacher.
+
+    Args:
+        student: on ``device``.
+        teacher: reads the same windows.
+        device: of both models.
+        context: how the student's windows are split, if they are.
+        records: filled with every token that this rank scores, if given.
+
+    Attributes:
+        fidelity: what was found beside the sums by window.
+    """
+
+    columns: tuple[str, ...] = SUMS
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: Teacher,
+        device: torch.device,
+        context: ContextSplit | None,
+        records: TokenRecords | None,
+    ) -> None:
+        self._student, self._teacher, self._device = student, teacher, device
+        self._context, self._teacher_context = context, ContextSplit.of(teacher.cp_group)
+        self._records = records
+        self._scorer = PairScorer()
+        self._by_position = PositionLoss(device)
+        self._teacher_by_position = PositionLoss(device)
+        self.running = Perplexity(device)
+        self.fidelity = Fidelity(device)
+
+    def run(self, whole: Batch, ledger: Ledger) -> None:
+        """See :meth:`Alone.run`."""
+        batch = whole.part(self._context).to(self._device)
+        teachers = whole.part(self._teacher_context).to(self._device)
+        models = (self._student, self._teacher.model)
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(attention_packed(unwrapped(model), batch.spans))
+            values_CBT = self._scorer.score(
+                _reader(self._student, batch, self._context),
+                _reader(self._teacher.model, teachers, self._teacher_context),
+                batch.targets_BT,
+                batch.scored_BT,
+                whole.inputs_BT.shape[1],
+            )
+        _write(ledger, batch, ledger_values(values_CBT))
+        nll_BT, teacher_nll_BT, kl_BT = values_CBT[: COLUMNS.index("kl_teacher_student") + 1]
+        _record(
+            self._records,
+            batch,
+            nll_nats=nll_BT,
+            teacher_nll_nats=teacher_nll_BT,
+            kl_teacher_student_nats=kl_BT,
+        )
+        where = (batch.scored_BT, batch.positions)
+        self._by_position.update(nll_BT, *where)
+        self._teacher_by_position.update(teacher_nll_BT, *where)
+        self.fidelity.update(values_CBT, *where, batch.document_BT, batch.token_BT)
+        self.running.update(nll_BT, batch.scored_BT)
+
+    def run_noise(self, whole: Batch, seed: int) -> None:
+        """Let the teacher be its own student, rounded otherwise, on a batch; on every rank.
+
+        Args:
+            whole: this rank's batch, of whole windows, or one that counts nothing.
+            seed: of the rounding.
+        """
+        if not (self._teacher.measure_noise and hasattr(unwrapped(self._teacher.model), "layers")):
+            return
+        batch = whole.part(self._teacher_context).to(self._device)
+        with attention_packed(unwrapped(self._teacher.model), batch.spans):
+            values_CBT = score_perturbed(
+                _reader(self._teacher.model, batch, self._teacher_context),
+                batch.targets_BT,
+                batch.scored_BT,
+                seed,
+            )
+        self.fidelity.update_noise(values_CBT, batch.scored_BT)
+
+    def assemble(self, loss_group: dist.ProcessGroup | None) -> None:
+        """See :meth:`Alone.assemble`."""
+        self._by_position.assemble(loss_group)
+        self._teacher_by_position.assemble(loss_group)
+        self.fidelity.assemble(loss_group, self._teacher.loss_group)
+
+    def by_position(self) -> list[dict[str, Any]]:
+        """The student's loss."""
+        return self._by_position.rows()
+
+    def teacher_by_position(self) -> list[dict[str, Any]]:
+        """The teacher's loss."""
+        return self._teacher_by_position.rows()
+
+
+def noise_batch(step: int, batch_rank: int, num_ranks: int, num_batches: int) -> int | None:
+    """Whether a step reads a batch for the noise, and on this rank which.
+
+    The sample is every 16th batch of the plan, whatever the number of ranks.
+
+    Returns:
+        The number of this rank's batch; -1 where another rank has one; None where no rank has.
+    """
+    numbers = range(step * num_ranks, min((step + 1) * num_ranks, num_batches))
+    if not any(number % NOISE_EVERY == 0 for number in numbers):
+        return None
+    own = step * num_ranks + batch_rank
+    return own if own < num_batches and own % NOISE_EVERY == 0 else -1
+
+
+@contextmanager
+def evaluating(
+    models: Sequence[nn.Module], contexts: Sequence[ContextSplit | None]
+) -> Iterator[None]:
+    """Models in eval mode, without gradients, their attention split by their contexts.
+
+    Afterwards each is as it was, and what FSDP2 has gathered is freed.
+    """
+    were_training = [model.training for model in models]
+    for model in models:
+        model.eval()
+        reshard(model)
+    try:
+        # no_grad, not inference_mode: that would leave FSDP buffers that later training trips over
+        with torch.no_grad(), ExitStack() as stack:
+            for model, context in zip(models, contexts, strict=True):
+                stack.enter_context(attention_split(unwrapped(model), context))
+            yield
+    finally:
+        for model, was_training in zip(models, were_training, strict=True):
+            model.train(was_training)
+            reshard(model)
+
+
+def _reader(model: nn.Module, batch: Batch, context: ContextSplit | None) -> Reader:
+    return Reader(model, batch.inputs_BT, batch.positions, context)
+
+
+def _write(ledger: Ledger, batch: Batch, values_CBT: torch.Tensor) -> None:
+    if batch.spans is None:
+        ledger.write(batch.rows, values_CBT, batch.scored_BT)
+    else:
+        ledger.write_spans(batch.rows, batch.spans, values_CBT, batch.scored_BT)
+
+
+def _record(records: TokenRecords | None, batch: Batch, **values: torch.Tensor) -> None:
+    if records is not None:
+        records.update(batch.document_BT, batch.token_BT, values, batch.scored_BT)

@@ -1,0 +1,355 @@
+"""The recipe with a teacher: what it writes and prints, and what it refuses."""
+
+import json
+import math
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import compared
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from ppl_eval import evaluate, shipped
+from ppl_eval.data import hf_tokenizer
+
+STUDENT, TEACHER = (shipped.embedded_path(name) for name in ("tiny_student", "tiny_teacher"))
+PAIR = (f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={TEACHER}")
+
+
+@pytest.fixture(scope="module")
+def recipe_main():
+    return runpy.run_path(str(shipped.recipe_path()), run_name="recipe")["recipe_main"]
+
+
+@pytest.fixture
+def tune(recipe_main, tmp_path, monkeypatch, capsys, held_out):
+    """Run auto_ppl_eval on the held-out texts: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args, config="auto_ppl_eval", documents=12):
+        text = (f"dataset.data_files={held_out}", f"max_documents={documents}", "dtype=fp32")
+        window = ("protocol.max_seq_len=256", "output_dir=out")
+        argv = ["ppl_eval", "--config", str(config), *text, *window, *map(str, args)]
+        monkeypatch.setattr(sys, "argv", argv)
+        code = 0
+        try:
+            recipe_main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def results(folder="out"):
+    return json.loads(Path(folder, "results.json").read_text())
+
+
+def rows(folder="out"):
+    return [json.loads(line) for line in Path(folder, "documents.jsonl").read_text().splitlines()]
+
+
+def copy_of(folder, destination, **config):
+    """A checkpoint that may be spoiled, with changes to its config.json."""
+    shutil.copytree(folder, destination)
+    path = destination / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return destination
+
+
+def test_both_models_have_the_numbers_that_each_has_alone(tune):
+    for name, folder in (("student", STUDENT), ("teacher", TEACHER)):
+        assert tune(f"checkpoint_dir={folder}", f"output_dir={name}")[0] == 0
+    code, out, err = tune(*PAIR, "save_tokens=true")
+    assert code == 0, err
+    content, table = results(), rows()
+    alone = {name: results(name) for name in ("student", "teacher")}
+    assert content["counts"] == alone["student"]["counts"]
+    for part, name in ((content, "student"), (content["teacher"], "teacher")):
+        assert part["metrics"] == pytest.approx(alone[name]["metrics"], rel=1e-6)
+        for key, interval in part["intervals_95"].items():
+            assert interval == pytest.approx(alone[name]["intervals_95"][key], rel=1e-6)
+        for domain, metrics in part["domains"].items():
+            expected = alone[name]["domains"][domain]["metrics"]
+            assert metrics["metrics"] == pytest.approx(expected, rel=1e-6)
+    assert content["fingerprints"]["teacher"] == alone["teacher"]["fingerprints"]["model"]
+    fidelity = content["fidelity"]
+    ratio = alone["student"]["metrics"]["token_perplexity"]
+    ratio /= alone["teacher"]["metrics"]["token_perplexity"]
+    assert fidelity["perplexity_ratio"] == pytest.approx(ratio, rel=1e-7)
+    assert math.log(ratio) == pytest.approx(fidelity["ln_perplexity_ratio"], rel=1e-5)
+    low, high = fidelity["interval_95"]["ln_perplexity_ratio"]
+    assert low < fidelity["ln_perplexity_ratio"] < high
+    count = content["counts"]["scored_tokens"]
+    kl = math.fsum(row["kl_teacher_student_sum"] for row in table) / count
+    assert fidelity["kl_teacher_student_nats"] == pytest.approx(kl, rel=1e-12)
+    for row, expected in zip(table, rows("teacher"), strict=True):
+        assert row["teacher_nll_nats_sum"] == pytest.approx(expected["nll_nats_sum"], rel=1e-6)
+    shown = out.splitlines()
+    assert any(line.startswith("its teacher") for line in shown)
+    assert any(line.startswith("KL(t||s)") and f"{kl:.5f} nats" in line for line in shown)
+    assert any(line.startswith("noise floor") for line in shown)
+
+
+def test_tokens_of_both_models(tune):
+    import pyarrow.parquet as pq
+
+    assert tune(*PAIR, "save_tokens=true")[0] == 0
+    tokens = pq.read_table("out/tokens.parquet").to_pydict()
+    section = results()["fidelity"]
+    for name, mean in (
+        ("kl_teacher_student_nats", section["kl_teacher_student_nats"]),
+        ("nll_nats", results()["metrics"]["nll_nats_per_token"]),
+        ("teacher_nll_nats", results()["teacher"]["metrics"]["nll_nats_per_token"]),
+    ):
+        values = [value for value in tokens[name] if value is not None]
+        assert len(values) == section["scored_tokens"]
+        assert math.fsum(values) / len(values) == pytest.approx(mean, rel=1e-9)
+    worst = section["worst_tokens"][0]
+    place = next(
+        n
+        for n in range(len(tokens["document"]))
+        if (tokens["document"][n], tokens["position"][n]) == (worst["document"], worst["position"])
+    )
+    assert tokens["kl_teacher_student_nats"][place] == worst["kl_teacher_student_nats"]
+    assert worst["kl_teacher_student_nats"] == section["kl_maximum_nats"]
+    assert worst["id"] == rows()[worst["document"]]["id"]
+
+
+KD_SECTIONS = """
+model:
+  _component_: torchtune.models.llama3_2.lora_llama3_2
+  lora_attn_modules: [q_proj, v_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 4
+  lora_alpha: 8
+  vocab_size: 509
+  num_layers: 3
+  num_heads: 8
+  num_kv_heads: 4
+  embed_dim: 64
+  intermediate_dim: 160
+  max_seq_len: 256
+  rope_base: 10000
+  scale_factor: 1
+  norm_eps: 1e-5
+teacher_model:
+  _component_: torchtune.models.llama3_2.llama3_2
+  vocab_size: 509
+  num_layers: 6
+  num_heads: 8
+  num_kv_heads: 4
+  embed_dim: 128
+  intermediate_dim: 256
+  max_seq_len: 256
+  rope_base: 10000
+  scale_factor: 1
+  norm_eps: 1e-5
+  tie_word_embeddings: false
+tokenizer:
+  _component_: ppl_eval.data.hf_tokenizer
+  path: {student}
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: {student}
+  checkpoint_files: [model.safetensors]
+  recipe_checkpoint: null
+  output_dir: ${{output_dir}}
+  model_type: LLAMA3
+teacher_checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: {teacher}
+  checkpoint_files: [model.safetensors]
+  recipe_checkpoint: null
+  output_dir: ${{output_dir}}
+  model_type: LLAMA3
+"""
+
+
+def test_sections_of_a_distillation_config_can_be_pasted(tune, tmp_path):
+    config = tmp_path / "pasted.yaml"
+    text = "dataset: {_component_: ppl_eval.data.text_corpus}\n"
+    config.write_text(KD_SECTIONS.format(student=STUDENT, teacher=TEACHER) + text)
+    code, _, err = tune(config=config)
+    assert code == 0, err
+    assert "lora_llama3_2 and no adapter is given: its base is evaluated" in err
+    pasted = results()
+    assert tune(*PAIR)[0] == 0
+    assert pasted["fidelity"] == results()["fidelity"]
+
+
+def test_limits_on_fidelity(tune):
+    code, _, err = tune(*PAIR, "fail_if.fidelity.kl_teacher_student_nats=0.001")
+    assert code == 3
+    assert "fail_if: fidelity.kl_teacher_student_nats is 0.0" in err
+    assert tune(*PAIR, "fail_if.fidelity.kl_teacher_student_nats=1")[0] == 0
+    assert tune(*PAIR, "fail_if.teacher.metrics.token_perplexity=1.2")[0] == 3
+
+
+REFUSED = {
+    "half a teacher": (
+        [f"checkpoint_dir={STUDENT}", "teacher_model._component_=torchtune.models.llama3.llama3"],
+        "teacher_model is given and teacher_checkpointer is not: give both, or",
+    ),
+    "no folder": (
+        [f"checkpoint_dir={STUDENT}", "teacher_checkpoint_dir=/no/such"],
+        "teacher_checkpoint_dir is /no/such, but there is no such folder",
+    ),
+    "no teacher": (
+        [f"checkpoint_dir={STUDENT}", "teacher_parallel.tp=1"],
+        "teacher_parallel.tp is set, but there is no teacher: set teacher_checkpoint_dir=DIR",
+    ),
+    "a limit and no teacher": (
+        [f"checkpoint_dir={STUDENT}", "fail_if.fidelity.js_nats=1"],
+        "fidelity.js_nats is set, but there is no teacher",
+    ),
+    "a limit on what should be large": (
+        [*PAIR, "fail_if.fidelity.top1_agreement=0.9"],
+        "fail_if has fidelity.top1_agreement, but it is one of fidelity.kl_teacher_student_nats",
+    ),
+    "other batches": (
+        [*PAIR, "teacher_parallel.tp=2"],
+        "teacher_parallel has tp(2) * cp(1) = 2 and parallel has tp(1) * cp(1) = 1",
+    ),
+    "degree": ([*PAIR, "teacher_parallel.cp=0"], "teacher_parallel.cp is 0, but it is at least 1"),
+    "dtype": ([*PAIR, "teacher_dtype=int4"], "teacher_dtype is 'int4', but it is one of None, "),
+    "rounded logits": ([*PAIR, "logits_dtype=model"], "but beside a teacher logits are fp32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tune, case):
+    args, message = REFUSED[case]
+    code, out, err = tune(*args)
+    assert code == 1
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def other_vocabulary(folder, change):
+    """Rewrite tokenizer.json."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    Tokenizer.from_file(str(path))  # it is one
+    return folder
+
+
+def swap_two_tokens(content):
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+def other_merges(content):
+    content["model"]["merges"].reverse()
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [(swap_two_tokens, " in one and "), (other_merges, "they cut texts differently")],
+)
+def test_a_teacher_with_another_tokenizer(tune, tmp_path, change, difference):
+    """E1, E3: of the same size, so that every shape fits."""
+    teacher = other_vocabulary(copy_of(TEACHER, tmp_path / "teacher"), change)
+    code, out, err = tune(f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={teacher}")
+    assert code == 1
+    assert difference in err
+    assert "run each alone and compare metrics.bits_per_byte" in err
+    assert (out, len(err.splitlines())) == ("", 1)
+
+
+def test_what_does_not_make_another_tokenizer(tune, tmp_path):
+    """Padding, truncation, templates and one more special token."""
+
+    def change(content):
+        content["post_processor"] = None
+        content["truncation"] = {
+            "direction": "Right",
+            "max_length": 8,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+        more = {**content["added_tokens"][-1], "id": 509, "content": "<|more|>"}
+        content["added_tokens"].append(more)
+
+    teacher = other_vocabulary(copy_of(TEACHER, tmp_path / "teacher"), change)
+    code, _, err = tune(f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={teacher}")
+    assert code == 0, err
+    for path in teacher.glob("tokenizer*"):
+        path.unlink()
+    code, _, err = tune(f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={teacher}")
+    assert code == 0
+    assert f"{teacher} has no tokenizer files: the teacher is taken to have the student's" in err
+
+
+def test_more_rows_are_said(tune, tmp_path):
+    """E1; the numbers are held in tests/distributed."""
+    teacher = copy_of(TEACHER, tmp_path / "teacher", vocab_size=520)
+    weights = load_file(teacher / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.cat([weights[name], weights[name][:11]])
+    save_file(weights, teacher / "model.safetensors", {"format": "pt"})
+    code, out, err = tune(f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={teacher}")
+    assert code == 0, err
+    said = "the student's head has 509 rows and the teacher's 520: they are compared over the 509"
+    assert said in err
+    vocabulary = {"student_ids": 509, "teacher_ids": 520, "shared_ids": 509}
+    assert results()["fidelity"]["vocabulary"] == vocabulary
+    assert "509 ids that both have" in out
+
+
+def test_compare_says_which_is_nearer_to_the_teacher(tune, tmp_path, capsys, monkeypatch):
+    from ppl_eval import cli
+
+    assert tune(*PAIR, "output_dir=after")[0] == 0
+    spoiled = copy_of(STUDENT, tmp_path / "before")
+    weights = load_file(spoiled / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name] * 0.5
+    save_file(weights, spoiled / "model.safetensors", {"format": "pt"})
+    pair = (f"checkpoint_dir={spoiled}", PAIR[1])
+    assert tune(*pair, "output_dir=out/before")[0] == 0
+    monkeypatch.setattr(sys, "argv", ["ppl-eval", "compare", "out/before", "after"])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split() for line in lines if line.startswith(("before  ", "after  "))]
+    assert [row[0] for row in table] == ["before", "after"] * 2
+    kls = [float(row[2]) for row in table[2:]]
+    assert kls == pytest.approx(
+        [results(f)["fidelity"]["kl_teacher_student_nats"] for f in ("out/before", "after")],
+        abs=1e-4,
+    )
+    difference = next(line for line in lines if "KL to the teacher" in line)
+    assert float(difference.split()[7]) == pytest.approx(kls[1] - kls[0], abs=1e-4)
+
+
+def test_the_python_api(held_out):
+    """Any two modules, one of them a plain function of the tokens."""
+    from transformers import AutoModelForCausalLM
+
+    texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()[:5]]
+    tokenizer = hf_tokenizer(str(STUDENT))
+    student, teacher = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (STUDENT, TEACHER))
+    found = evaluate(student, tokenizer, texts, max_seq_len=128, teacher=teacher)
+    windows = []
+    for text in texts:
+        ids = tokenizer.encode(text, False, False)
+        windows += [([1, *ids[n : n + 127]], 1) for n in range(0, len(ids), 127)]
+    expected = compared(
+        lambda t: student.double()(t).logits, lambda t: teacher.double()(t).logits, windows
+    )
+    for name in ("kl_teacher_student", "js", "top1"):
+        value = float(found.ledger.column(name).sum())
+        assert value == pytest.approx(float(expected[name].sum()), rel=1e-6)
+    assert found.teacher.total.nll_nats_sum == pytest.approx(
+        float(expected["teacher_nll"].sum()), rel=1e-6
+    )
+    assert found.fidelity.noise[-1] == 0  # no layers that are known
