@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppl_eval import evaluate
 from ppl_eval.data.batch import collate
+from ppl_eval.metrics.fidelity import SUMS
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
@@ -29,7 +30,7 @@ def split(tied=True, **degrees):
     return model, meshes
 
 
-def measure(model, meshes):
+def measure(model, meshes, teacher=None):
     return evaluate(
         model,
         ByteTokenizer(),
@@ -37,10 +38,11 @@ def measure(model, meshes):
         max_seq_len=32,
         max_tokens_per_batch=128,
         meshes=meshes,
+        teacher=teacher,
     )
 
 
-def calls_of(rank, degrees):
+def calls_of(rank, degrees, with_teacher=False):
     """(collectives of a whole run, [(rows, positions, scored tokens)] of its batches)."""
     calls = []
 
@@ -52,8 +54,9 @@ def calls_of(rank, degrees):
             return func(*args, **(kwargs or {}))
 
     model, meshes = split(**degrees)
+    teacher = split(tied=False, **degrees)[0] if with_teacher else None
     with Watch():
-        result = measure(model, meshes)
+        result = measure(model, meshes, teacher)
     workload, shapes = result.workload, []
     for number in range(len(workload.plan.batches)):
         batch = collate(number, workload.plan, workload.windows, workload.corpus, workload.protocol)
@@ -93,6 +96,32 @@ def test_context_parallel():
         reductions = [call for call in calls if call[0] == "allreduce_"]
         assert reductions == [*BEFORE, *after(num_windows)]
         assert len(reductions) + len(gathers) == len(calls)
+
+
+def test_beside_a_teacher():
+    """The heads exchange three times for each chunk of scored tokens: the five largest of each part
+    (with ids, the target's logit and what one model lacks), two sums, five sums. Each layer of a
+    batch in sixteen runs twice more, for the noise."""
+    for calls, shapes, num_windows in run_on_ranks(2, calls_of, {"tp": 2}, True):
+        steps = []
+        for number, (rows, positions, scored) in enumerate(shapes):
+            hidden = ("allreduce_", rows * positions * DIM)
+            pair = [("_allgather_base_", 2 * 2 * 12 * scored)]
+            pair += [("allreduce_", 2 * scored), ("allreduce_", 5 * scored)]
+            steps += [hidden] * 2 * (1 + 2 * LAYERS) + pair
+            if number % 16 == 0:
+                steps += [hidden] * 2 * (1 + 2 * LAYERS) + pair
+        assert len(shapes) > 16
+        totals = [num_windows, num_windows, len(SUMS) * num_windows, 48, 48]
+        profiles = (13 * 200 + 2) + (2000 + 2) + 5 * (10 + 24)
+        assert calls[: len(BEFORE) + len(steps)] == [*BEFORE, *steps]
+        ends = calls[len(BEFORE) + len(steps) :]
+        assert [size for name, size in ends if name == "allreduce_"] == [
+            *totals,
+            profiles,
+            len(SUMS) + 1,
+        ]
+        assert [call for call in ends if call[0] != "allreduce_"] == [("_allgather_base_", 140)]
 
 
 def debug_counts(rank, tied):

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,27 +14,10 @@ from ppl_eval.data import hf_tokenizer
 from ppl_eval.metrics.names import METRICS
 
 
-@pytest.fixture(scope="module")
-def recipe_main():
-    return runpy.run_path(str(shipped.recipe_path()), run_name="recipe")["recipe_main"]
-
-
 @pytest.fixture
-def tune(recipe_main, tmp_path, monkeypatch, capsys):
+def tune(run_recipe):
     """Run a config in an empty folder: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args, config="tiny_ppl_eval"):
-        monkeypatch.setattr(sys, "argv", ["ppl_eval", "--config", config, *args])
-        code = 0
-        try:
-            recipe_main()
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+    return lambda *args, config="tiny_ppl_eval": run_recipe(config, *args)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import math
-import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -20,28 +19,13 @@ STUDENT, TEACHER = (shipped.embedded_path(name) for name in ("tiny_student", "ti
 PAIR = (f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={TEACHER}")
 
 
-@pytest.fixture(scope="module")
-def recipe_main():
-    return runpy.run_path(str(shipped.recipe_path()), run_name="recipe")["recipe_main"]
-
-
 @pytest.fixture
-def tune(recipe_main, tmp_path, monkeypatch, capsys, held_out):
+def tune(run_recipe, held_out):
     """Run auto_ppl_eval on the held-out texts: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
+    text = (f"dataset.data_files={held_out}", "max_documents=12", "protocol.max_seq_len=256")
 
-    def run(*args, config="auto_ppl_eval", documents=12):
-        text = (f"dataset.data_files={held_out}", f"max_documents={documents}", "dtype=fp32")
-        window = ("protocol.max_seq_len=256", "output_dir=out")
-        argv = ["ppl_eval", "--config", str(config), *text, *window, *map(str, args)]
-        monkeypatch.setattr(sys, "argv", argv)
-        code = 0
-        try:
-            recipe_main()
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out, err
+    def run(*args, config="auto_ppl_eval"):
+        return run_recipe(config, *text, "dtype=fp32", "output_dir=out", *args)
 
     return run
 

@@ -13,7 +13,7 @@ not lost in the rounding of large terms.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,8 +84,8 @@ def compare_logits_(
     models = (student_NV, teacher_NV)
     num_columns = min(max(ids.num_shared - ids.first, 0), *(x.shape[1] for x in models))
     shared = [x[:, :num_columns] for x in models]
-    local = [_outline(x, num_columns, targets_N - ids.first) for x in models]
-    outlines = [_merged(outline, ids) for outline in local]
+    columns_N = targets_N - ids.first
+    outlines = _merged([_outline(x, num_columns, columns_N) for x in models], ids)
     for x, outline in zip(shared, outlines, strict=True):
         x.sub_(outline.largest_N.to(x.dtype).unsqueeze(1))
     log_sums_N2 = _summed(_exponentials, ids.group, *shared).log_()
@@ -131,6 +131,25 @@ class _Outline:
         """The largest shared logit."""
         return self.top_Nk[:, 0]
 
+    def packed(self, first: int) -> torch.Tensor:
+        """All of it as [N, 2 TOP + 2], for ranks whose first column is the id ``first``; float64
+        holds ids exactly."""
+        has_id = self.top_ids_Nk >= 0
+        ids = torch.where(has_id, self.top_ids_Nk + first, self.top_ids_Nk)
+        others = torch.stack([self.log_rest_N, self.target_N], dim=1)
+        return torch.cat([self.top_Nk, ids.double(), others], dim=1)
+
+    @classmethod
+    def joined(cls, packed_RNk: torch.Tensor) -> "_Outline":
+        """What all ranks together know, from what each has packed."""
+        top, ids = (
+            packed_RNk[:, :, n * TOP : (n + 1) * TOP].transpose(0, 1).flatten(1) for n in (0, 1)
+        )
+        top_Nk, places_Nk = top.topk(TOP, dim=1)
+        log_rest_RN, target_RN = packed_RNk[:, :, 2 * TOP :].unbind(dim=2)
+        ids_Nk = ids.gather(1, places_Nk).long()
+        return cls(top_Nk, ids_Nk, log_rest_RN.logsumexp(dim=0), target_RN.sum(dim=0))
+
 
 def _outline(x_NV: torch.Tensor, num_shared: int, columns_N: torch.Tensor) -> _Outline:
     """Of one rank's columns; ids are columns."""
@@ -155,31 +174,12 @@ def _outline(x_NV: torch.Tensor, num_shared: int, columns_N: torch.Tensor) -> _O
     )
 
 
-def _merged(outline: _Outline, ids: Ids) -> _Outline:
+def _merged(outlines: Sequence[_Outline], ids: Ids) -> list[_Outline]:
     """Of all ranks; ids are those of the whole vocabulary. Ids that no rank has are negative."""
-    has_id = outline.top_ids_Nk >= 0
-    top_ids_Nk = torch.where(has_id, outline.top_ids_Nk + ids.first, outline.top_ids_Nk)
     if ids.group is None:
-        return _Outline(outline.top_Nk, top_ids_Nk, outline.log_rest_N, outline.target_N)
-    mine = torch.cat(  # float64 holds ids exactly
-        [
-            outline.top_Nk,
-            top_ids_Nk.double(),
-            outline.log_rest_N.unsqueeze(1),
-            outline.target_N.unsqueeze(1),
-        ],
-        dim=1,
-    )
-    all_RNk = all_gather(mine, ids.group)
-    top = all_RNk[:, :, :TOP].transpose(0, 1).flatten(1)
-    top_ids = all_RNk[:, :, TOP : 2 * TOP].transpose(0, 1).flatten(1)
-    top_Nk, places_Nk = top.topk(TOP, dim=1)
-    return _Outline(
-        top_Nk,
-        top_ids.gather(1, places_Nk).long(),
-        all_RNk[:, :, 2 * TOP].logsumexp(dim=0),
-        all_RNk[:, :, 2 * TOP + 1].sum(dim=0),
-    )
+        return list(outlines)
+    mine = torch.stack([outline.packed(ids.first) for outline in outlines])
+    return [_Outline.joined(of_ranks) for of_ranks in all_gather(mine, ids.group).unbind(dim=1)]
 
 
 def _summed(

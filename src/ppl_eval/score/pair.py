@@ -163,16 +163,23 @@ def compare_rows(
     largest = max(student.largest_vocabulary, teacher.largest_vocabulary)
     found = [student_ND.new_zeros(len(COLUMNS), 0, dtype=torch.float64)]
     for chunk in chunks_of(len(targets_N), CHUNK_ELEMENTS // 2 // largest):
-        own, other = student.logits(student_ND[chunk]), teacher.logits(teacher_ND[chunk])
-        dtype = torch.promote_types(torch.promote_types(own.dtype, other.dtype), torch.float32)
-        part = student.part
-        if part is None:
-            ids = Ids(0, min(own.shape[1], other.shape[1]))
-        else:
-            assert teacher.part is not None
-            ids = Ids(part.first, min(part.num_ids, teacher.part.num_ids), part.group)
-        found.append(compare_logits_(own.to(dtype), other.to(dtype), targets_N[chunk], ids))
+        rows = (student_ND[chunk], teacher_ND[chunk])
+        found.append(_compare_chunk((student, teacher), rows, targets_N[chunk]))
     return torch.cat(found, dim=1)
+
+
+def _compare_chunk(
+    heads: tuple[Head, Head], rows_ND: tuple[torch.Tensor, torch.Tensor], targets_N: torch.Tensor
+) -> torch.Tensor:
+    """A function of its own, so that one chunk's logits are gone before the next one's."""
+    own, other = (head.logits(rows) for head, rows in zip(heads, rows_ND, strict=True))
+    dtype = torch.promote_types(torch.promote_types(own.dtype, other.dtype), torch.float32)
+    part, teachers = (head.part for head in heads)
+    if part is None or teachers is None:
+        ids = Ids(0, min(own.shape[1], other.shape[1]))
+    else:
+        ids = Ids(part.first, min(part.num_ids, teachers.num_ids), part.group)
+    return compare_logits_(own.to(dtype), other.to(dtype), targets_N, ids)
 
 
 def _cut_like(

@@ -1,0 +1,57 @@
+"""Memory of comparing a student with its teacher, by the number of tokens and by the chunk.
+
+    python benchmarks/teacher_memory.py
+
+Hidden states of both models are at hand (random, 64 features); measured is what their heads (32,768
+rows, fp32) and everything after them take on one CPU thread: MiB of anonymous memory (RssAnon,
+sampled every 2 ms) above what there was before. Full logits of both models are what a comparison
+that does not cut would hold.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from load_memory import MIB, Peak, on_ranks, rss_anon
+
+VOCABULARY, FEATURES = 32_768, 64
+TOKENS = (2048, 8192, 32_768)
+CHUNKS = (2**23, 2**24, 2**25, 2**26)
+
+
+def main() -> None:
+    """Command line."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once
+    print("| tokens | logits in a chunk | peak | of the chunk's logits | full logits |")
+    print("| --- | --- | --- | --- | --- |")
+    cases = [(count, 2**25) for count in TOKENS]
+    cases += [(8192, chunk) for chunk in CHUNKS if chunk != 2**25]
+    for count, chunk in cases:
+        peak = on_ranks(1, rank_main, count, chunk)[0]["peak"]
+        full = 2 * 4 * count * VOCABULARY / MIB
+        ratio = peak / (4 * chunk / MIB)
+        print(f"| {count:,} | {chunk:,} | {peak:.0f} | {ratio:.2f} | {full:,.0f} |", flush=True)
+
+
+def rank_main(rank: int, count: int, chunk: int, scratch: str) -> None:
+    """One comparison in a process of its own."""
+    import torch
+
+    from ppl_eval.score import pair
+    from ppl_eval.score.head import Head
+
+    torch.set_num_threads(1)
+    pair.CHUNK_ELEMENTS = chunk
+    heads = [Head.by_weight(torch.randn(VOCABULARY, FEATURES) / 8, fp32=True) for _ in range(2)]
+    rows = [torch.randn(count, FEATURES) for _ in range(2)]
+    targets = torch.randint(0, VOCABULARY, (count,))
+    pair.compare_rows(rows[0][:64], heads[0], rows[1][:64], heads[1], targets[:64])  # libraries
+    base = rss_anon()
+    with Peak() as peak:
+        pair.compare_rows(rows[0], heads[0], rows[1], heads[1], targets)
+    found = {"peak": (peak.value - base) / MIB}
+    Path(scratch, f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
