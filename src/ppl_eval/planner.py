@@ -5,7 +5,7 @@ peaks, and tests hold parameters and communication against counts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
+from ppl_eval.model.adapter import strip
 from ppl_eval.model.agree import read_config_beside
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.parallel.dims import ParallelDims
@@ -109,6 +110,13 @@ class Estimate:
         gathered, before both, FSDP2 has them twice."""
         layers, head = self.gathered + self.activations, self.kept + self.head
         return self.parameters + max(layers, head, 2 * self.kept)
+
+    def beside(self, teacher: "Estimate") -> "Estimate":
+        """Both models on the same mesh: a bound, since their layers do not run at the same time."""
+        names = ("parameters", "gathered", "kept", "fsdp_traffic", "cp_traffic", "tp_traffic")
+        sums = {name: getattr(self, name) + getattr(teacher, name) for name in names}
+        most = {n: max(getattr(self, n), getattr(teacher, n)) for n in ("activations", "head")}
+        return replace(self, **sums, **most)
 
     @property
     def traffic_per_batch(self) -> float:
@@ -216,15 +224,22 @@ def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) 
             f"--num-processes is {num_processes} and --device-memory-gib"
             f" {device_memory_mib / 1024:g}, but both are above 0"
         )
-    model = build_on_meta(cfg.model, DTYPES[cfg.dtype], read_config_beside(cfg.checkpointer))
-    sizes, positions = Sizes.of(model), _positions(cfg)
+    models = list(_models(cfg))
+    positions = _positions(cfg)
     reshard = cfg.parallel.reshard_after_forward
-    every = [
-        estimate(sizes, dims, positions, reshard_after_forward=reshard)
-        for dims in meshes(model, num_processes)
-    ]
+    every = []
+    common = set.intersection(*(set(meshes(model, num_processes)) for model in models))
+    for dims in (dims for dims in meshes(models[0], num_processes) if dims in common):
+        own, *teachers = (
+            estimate(Sizes.of(model), dims, positions, reshard_after_forward=reshard)
+            for model in models
+        )
+        every.append(own.beside(teachers[0]) if teachers else own)
     fit = [one for one in every if one.total <= device_memory_mib * MIB]
     name = f"{cfg.model['_component_']} in {cfg.dtype}, batches of {positions:,} positions"
+    if cfg.has_teacher:
+        dtype = cfg.teacher_dtype or cfg.dtype
+        name += f", beside {cfg.teacher_model['_component_']} in {dtype} on the same mesh"
     if not fit:
         least = min(every, key=lambda one: one.total)
         raise UserError(
@@ -239,6 +254,18 @@ def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) 
         f" {device_memory_mib:,.0f} MiB; MiB of a rank, the least communication first\n\n"
         f"{align(rows)}"
     )
+
+
+def _models(cfg: EvalConfig) -> Iterator[TransformerDecoder]:
+    """The student, and the teacher if there is one, on meta and without adapters."""
+    sections = [(cfg.model, cfg.checkpointer, cfg.dtype)]
+    if cfg.has_teacher:
+        own = cfg.teacher_dtype or cfg.dtype
+        sections.append((cfg.teacher_model, cfg.teacher_checkpointer, own))
+    for section, checkpointer, dtype in sections:
+        model = build_on_meta(section, DTYPES[dtype], read_config_beside(checkpointer))
+        strip(model)
+        yield model
 
 
 _HEADINGS = (

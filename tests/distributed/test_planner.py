@@ -163,6 +163,22 @@ def test_the_table_has_all_that_fit_the_least_communication_first():
     assert roomy[5].split()[-4:] == ["0"] * 4
 
 
+def test_a_teacher_lies_on_the_same_mesh():
+    """Of the 8B's 8 kv heads and the 1B's: parameters of both, exactly."""
+    args = ["--config", "llama3_2/8B_to_1B_KD_ppl_eval"]
+    lines = planner.describe(args, 8, 80 * 1024).splitlines()
+    assert "llama3_2_1b in bf16, batches of 8,192 positions, beside " in lines[0]
+    assert lines[0].endswith("llama3_1_8b in bf16 on the same mesh")
+    parameters = 8_030_261_248 + 1_235_814_400  # as the publishers have them
+    rows = {tuple(line.split()[:4]): line.split()[4:] for line in lines[5:]}
+    whole = rows["8", "1", "1", "1"]
+    assert float(whole[0].replace(",", "")) == pytest.approx(2 * parameters / 2**20, abs=1)
+    alone = planner.describe(["--config", "llama3_1/8B_ppl_eval"], 8, 80 * 1024).splitlines()
+    alone = {tuple(line.split()[:4]): line.split()[4:] for line in alone[5:]}
+    for degrees, row in rows.items():
+        assert float(row[4].replace(",", "")) > float(alone[degrees][4].replace(",", ""))
+
+
 def test_nothing_fits():
     with pytest.raises(UserError) as error:
         planner.describe(["--config", "llama3_1/70B_ppl_eval"], 2, 16 * 1024)

@@ -14,6 +14,7 @@ from helpers import chunks, oracle
 from ppl_eval import shipped
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.data.protocol import Protocol
+from ppl_eval.embedded.drop_layers import drop_layers
 
 STORIES = """
 output_dir: out
@@ -127,6 +128,40 @@ def test_smollm2_on_ten_wikitext_articles(real_model, real_corpus, monkeypatch, 
         "dtype=fp32",
     )
     assert_same(rows, by_transformers(folder, texts, 10, 1024, False))
+
+
+BESIDE_TEACHER = {
+    "kl_teacher_student_nats": 1.1776527,
+    "kl_student_teacher_nats": 1.4148752,
+    "js_nats": 0.2151301,
+    "top1_agreement": 0.4140331,
+    "top5_agreement": 0.5022615,
+}
+"""SmolLM2 and itself without layers 18, 20 and 22 on two articles: by a float64 loop over the
+logits of transformers, to seven decimals."""
+
+
+def test_smollm2_beside_itself_without_three_layers(real_model, real_corpus, monkeypatch, tmp_path):
+    folder, texts = real_model("smollm2"), real_corpus("en_wikitext2_raw_test.jsonl")
+    drop_layers(folder, tmp_path / "student", [18, 20, 22])
+    measure(
+        monkeypatch,
+        tmp_path,
+        "auto_ppl_eval",
+        f"checkpoint_dir={tmp_path / 'student'}",
+        f"teacher_checkpoint_dir={folder}",
+        f"dataset.data_files={texts}",
+        "max_documents=2",
+        "max_tokens_per_batch=2048",
+        "protocol.add_bos=false",
+        "dtype=fp32",
+    )
+    found = json.loads(Path("out/results.json").read_text())
+    assert found["counts"]["scored_tokens"] == 6_898
+    for name, value in BESIDE_TEACHER.items():
+        assert found["fidelity"][name] == pytest.approx(value, rel=1e-6, abs=5e-8), name
+    nlls = [part["metrics"]["nll_nats_per_token"] for part in (found["teacher"], found)]
+    assert nlls == pytest.approx([3.3676842, 4.6123727], rel=1e-6)
 
 
 FIVE_ARTICLES = 69_883.43025

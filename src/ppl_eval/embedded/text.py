@@ -2,10 +2,20 @@
 
 A tale keeps its people, places and things; a bill keeps its prices and adds up; a program prints
 what its variables hold. A model that reads only the last token can know none of this.
+
+    python -m ppl_eval.embedded.text 1000 > train.jsonl
+
+gives documents to train on, none of which is in the held-out text.
 """
 
+import argparse
+import itertools
+import json
 import random
+import sys
 from collections.abc import Callable, Iterator
+
+from ppl_eval.shipped import embedded_path
 
 _NAMES = (
     "Ada Bela Cem Dora Emil Fay Gita Hugo Ines Jon Kira Leo Mara Nils Olga Pia Quin Rosa Sami Tara"
@@ -109,3 +119,25 @@ def documents(seed: int) -> Iterator[dict[str, str]]:
         lines = min(1 + int(rng.expovariate(1 / 12)), 150)
         yield {"id": f"{domain}-{number}", "domain": domain, "text": _DOMAINS[domain](rng, lines)}
         number += 1
+
+
+def training_documents(count: int, seed: int) -> Iterator[dict[str, str]]:
+    """The first ``count`` documents of a seed that are not in the held-out text."""
+    lines = (embedded_path("tiny_text") / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    held_out = {json.loads(line)["text"] for line in lines}
+    unseen = (row for row in documents(seed) if row["text"] not in held_out)
+    return itertools.islice(unseen, count)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m ppl_eval.embedded.text")
+    parser.add_argument("count", type=int, help="how many documents")
+    parser.add_argument("--seed", type=int, default=3, help="1 made the teacher, 2 the held-out")
+    args = parser.parse_args()
+    for row in training_documents(args.count, args.seed):
+        sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
