@@ -174,7 +174,10 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         name = os.path.basename(os.path.normpath(self.cfg.output_dir))
         print()
         print(tables.describe_run(content), end="\n\n")
-        print(tables.result_table(tables.result_rows(content, name)), end="\n\n")
+        rows = tables.result_rows(content, name)
+        if self.teacher is not None:
+            rows.insert(1, tables.teacher_row(content, "its teacher"))
+        print(tables.result_table(rows), end="\n\n")
         if self.teacher is not None:
             print(description(content), end="\n\n")
         if content["metrics"]["overflow"]:

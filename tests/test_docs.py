@@ -33,8 +33,8 @@ def test_commands_exist(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in "".join(blocks(page, "", "bash")).splitlines():
-        if not line.startswith(("make ", "tune run ", "ppl-eval ")):
-            continue
+        if not line.startswith(("make ", "tune run ", "ppl-eval ")) or "$" in line:
+            continue  # with variables: the tutorial, which tests/recipes run
         words = shlex.split(line, comments=True)
         if words[:1] == ["make"]:
             assert set(words[1:]) <= targets

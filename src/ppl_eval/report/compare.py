@@ -10,7 +10,7 @@ import numpy as np
 
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.intervals import paired_log_ratio
-from ppl_eval.report.tables import align, number, result_rows, result_table
+from ppl_eval.report.tables import align, number, result_rows, result_table, teacher_row
 
 FIDELITY_COLUMNS = (
     ("ppl ratio", "perplexity_ratio"),
@@ -39,6 +39,10 @@ def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
     rows = []
     for content, name in zip(contents, names, strict=True):
         rows += result_rows(content, name, with_domains=with_domains)
+    teachers = {c["fingerprints"]["teacher"]: c for c in contents if "teacher" in c}
+    for content in teachers.values():
+        name = Path(content["teacher"]["checkpoint_dir"] or "").name
+        rows.append(teacher_row(content, f"{name} (teacher)".strip()))
     lines = [result_table(rows)]
     if any("fidelity" in content for content in contents):
         lines += ["", fidelity_table(contents, names), ""]

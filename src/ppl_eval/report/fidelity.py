@@ -182,7 +182,7 @@ def description(content: Mapping[str, Any]) -> str:
         ),
         (
             "",
-            f"median {percentiles['50']:.5f}, 95 % {percentiles['95']:.4f}, 99 %"
+            f"median {percentiles['50']:.5f}, 95th percentile {percentiles['95']:.4f}, 99th"
             f" {percentiles['99']:.4f}, largest {found['kl_maximum_nats']:.4f}",
         ),
         ("KL(s||t), JS", f"{found['kl_student_teacher_nats']:.5f}, {found['js_nats']:.5f} nats"),

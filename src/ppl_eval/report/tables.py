@@ -25,13 +25,16 @@ def result_rows(
     """Rows of one results.json: the whole, then (at most 20 of) its domains."""
     domains = list(content["domains"].items()) if with_domains else []
     parts = [(name, content), *((f"  {d}", part) for d, part in domains[:_MOST_DOMAINS])]
-    if "teacher" in content:  # it read the same tokens
-        parts.insert(1, ("its teacher", {**content["teacher"], "counts": content["counts"]}))
     rows = [[title, *_cells(part)] for title, part in parts]
     if len(domains) > _MOST_DOMAINS:
         more = f"  ... {len(domains) - _MOST_DOMAINS} more domains"
         rows.append([more, *("" for _ in COLUMNS)])
     return rows
+
+
+def teacher_row(content: Mapping[str, Any], name: str) -> list[str]:
+    """A row of the teacher in one results.json; it read the same tokens."""
+    return [name, *_cells({**content["teacher"], "counts": content["counts"]})]
 
 
 def _cells(part: Mapping[str, Any]) -> list[str]:
