@@ -125,5 +125,5 @@ def test_the_page_has_what_the_commands_print(tutorial):
     printed = [" ".join(line.split()) for line in evaluated.splitlines()]
     same = [line for line in printed if re.match(r"documents scored|beside its|before \d", line)]
     same += [line for line in printed if line.startswith("tiny_teacher (teacher)")]
-    assert len(same) == 5
+    assert len(same) >= 5
     assert set(same) <= page
