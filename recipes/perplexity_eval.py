@@ -16,7 +16,7 @@ from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.memory import peak_memory_gib
 from ppl_eval.report import environment, tables
-from ppl_eval.report.fidelity import description, fidelity
+from ppl_eval.report.fidelity import description, fidelity, with_texts
 from ppl_eval.report.output import make_output_dir
 from ppl_eval.report.progress import ProgressBar, Timer
 from ppl_eval.report.results import over_limits, results, teacher_results, write_results
@@ -166,8 +166,16 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             **self.content(result),
             **self.describe(result.summary.total.num_scored, peak_memory),
         }
+        if self.teacher is not None:
+            worst = content["fidelity"]["worst_tokens"]
+            content["fidelity"]["worst_tokens"] = with_texts(
+                worst, self.workload, self.ready.tokenizer
+            )
         write_results(self.output_dir, content, result.summary.documents)
         metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
+        for name, value in content.get("fidelity", {}).items():
+            if isinstance(value, float):
+                metrics[f"fidelity/{name}"] = value
         self.metric_logger.log_dict(
             metrics, step=self.workload.plan.num_steps(self.dims.batch_size)
         )

@@ -30,7 +30,7 @@ from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.head import unwrapped
-from ppl_eval.steps import Alone, BesideTeacher, Teacher, evaluating, noise_batch
+from ppl_eval.steps import Alone, BesideTeacher, Teacher, evaluating, noise_batches
 
 
 @dataclass(frozen=True)
@@ -204,18 +204,15 @@ def run(
     with evaluating(models, contexts):
         for step in range(num_steps):
             number = plan.batch_of(step, batch_rank, num_batch_ranks)
-            batch = collate(number, *sources)
-            steps.run(batch, ledger)
-            if isinstance(steps, BesideTeacher):
-                sampled = noise_batch(step, batch_rank, num_batch_ranks, len(plan.batches))
-                if sampled is not None:
-                    chosen = batch if sampled == number else collate(None, *sources)
-                    steps.run_noise(chosen, seed=max(sampled, 0))
+            steps.run(collate(number, *sources), ledger)
             if check_every is not None and (step + 1) % check_every == 0:
                 _raise_if_not_finite(ledger, workload)
             if on_step is not None:
                 last = min((step + 1) * num_batch_ranks, len(num_scored)) - 1
                 on_step(Progress(step + 1, num_steps, int(num_scored[last]), steps.running))
+        if isinstance(steps, BesideTeacher) and steps.measures_noise:
+            for number in noise_batches(len(plan.batches), batch_rank, num_batch_ranks):
+                steps.run_noise(collate(number, *sources), seed=number or 0)
     ledger.assemble(loss_group)
     steps.assemble(loss_group)
     _raise_if_not_finite(ledger, workload)
@@ -246,14 +243,16 @@ def _steps(
 
 
 def _raise_if_not_finite(ledger: Ledger, workload: Workload) -> None:
-    number = ledger.first_non_finite()
-    if number is None:
+    found = ledger.first_non_finite()
+    if found is None:
         return
+    number, column = found
     windows = workload.windows
     document, start = int(windows.document[number]), int(windows.start[number])
     row_id = workload.corpus.documents[document].id
+    what = {"nll_nats": "the loss", "teacher_nll_nats": "the teacher's loss"}.get(column, column)
     raise UserError(
-        f"the loss is {float(ledger.nll_nats_sum[number])} in document {document}"
+        f"{what} is {float(ledger.column(column)[number])} in document {document}"
         f"{'' if row_id is None else f' (id {row_id!r})'}, tokens {start} to"
         f" {start + int(windows.num_tokens[number]) - 1}: look for NaN in the checkpoint, or try"
         " dtype=fp32 (fp16 overflows at 65,504)"

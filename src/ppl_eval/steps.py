@@ -171,6 +171,11 @@ class BesideTeacher:
         self.fidelity.update(values_CBT, *where, batch.document_BT, batch.token_BT)
         self.running.update(nll_BT, batch.scored_BT)
 
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the teacher is to be its own student, and has layers that are known."""
+        return self._teacher.measure_noise and hasattr(unwrapped(self._teacher.model), "layers")
+
     def run_noise(self, whole: Batch, seed: int) -> None:
         """Let the teacher be its own student, rounded otherwise, on a batch; on every rank.
 
@@ -178,8 +183,6 @@ class BesideTeacher:
             whole: this rank's batch, of whole windows, or one that counts nothing.
             seed: of the rounding.
         """
-        if not (self._teacher.measure_noise and hasattr(unwrapped(self._teacher.model), "layers")):
-            return
         batch = whole.part(self._teacher_context).to(self._device)
         with attention_packed(unwrapped(self._teacher.model), batch.spans):
             values_CBT = score_perturbed(
@@ -205,19 +208,16 @@ class BesideTeacher:
         return self._teacher_by_position.rows()
 
 
-def noise_batch(step: int, batch_rank: int, num_ranks: int, num_batches: int) -> int | None:
-    """Whether a step reads a batch for the noise, and on this rank which.
+def noise_batches(num_batches: int, batch_rank: int, num_ranks: int) -> Iterator[int | None]:
+    """Numbers of the batches that a rank reads for the noise, None for one that counts nothing.
 
-    The sample is every 16th batch of the plan, whatever the number of ranks.
-
-    Returns:
-        The number of this rank's batch; -1 where another rank has one; None where no rank has.
+    The sample is every 16th batch of the plan, whatever the number of ranks; all ranks have as many
+    turns, as few as there can be.
     """
-    numbers = range(step * num_ranks, min((step + 1) * num_ranks, num_batches))
-    if not any(number % NOISE_EVERY == 0 for number in numbers):
-        return None
-    own = step * num_ranks + batch_rank
-    return own if own < num_batches and own % NOISE_EVERY == 0 else -1
+    sample = range(0, num_batches, NOISE_EVERY)
+    for begin in range(0, len(sample), num_ranks):
+        place = begin + batch_rank
+        yield sample[place] if place < len(sample) else None
 
 
 @contextmanager

@@ -100,17 +100,18 @@ def test_context_parallel():
 
 def test_beside_a_teacher():
     """The heads exchange three times for each chunk of scored tokens: the five largest of each part
-    (with ids, the target's logit and what one model lacks), two sums, five sums. Each layer of a
-    batch in sixteen runs twice more, for the noise."""
+    (with ids, the target's logit and what one model lacks), two sums, five sums. Afterwards the
+    teacher reads one batch in sixteen twice, for the noise."""
     for calls, shapes, num_windows in run_on_ranks(2, calls_of, {"tp": 2}, True):
-        steps = []
+        steps, noise = [], []
         for number, (rows, positions, scored) in enumerate(shapes):
             hidden = ("allreduce_", rows * positions * DIM)
             pair = [("_allgather_base_", 2 * 2 * 12 * scored)]
             pair += [("allreduce_", 2 * scored), ("allreduce_", 5 * scored)]
             steps += [hidden] * 2 * (1 + 2 * LAYERS) + pair
             if number % 16 == 0:
-                steps += [hidden] * 2 * (1 + 2 * LAYERS) + pair
+                noise += [hidden] * 2 * (1 + 2 * LAYERS) + pair
+        steps += noise
         assert len(shapes) > 16
         totals = [num_windows, num_windows, len(SUMS) * num_windows, 48, 48]
         profiles = (13 * 200 + 2) + (2000 + 2) + 5 * (10 + 24)

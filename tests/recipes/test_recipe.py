@@ -312,7 +312,7 @@ mistakes = {
         spoil(lambda folder: (folder / "config.json").write_text("[]")),
         "config.json holds a list",
     ),
-    "training state": (["checkpointer.should_load_recipe_state=true"], "is True, but only full"),
+    "training state": (["checkpointer.should_load_recipe_state=true"], "is True, but a checkpointer"),
     "no protocol": (["protocol.name=sliding"], "protocol.name is 'sliding', but it is one of"),
     "no size": (["model.vocab_size=-1"], r"model \(torchtune.*\) fails: "),
     "a decoder that is none": (["model=builtins.dict"], "is a dict, but only text decoders"),
@@ -414,7 +414,7 @@ def test_results_are_written_both_or_not_at_all(tune, tmp_path):
     for nll, content in ((1.0, {"bad": math.nan}), (math.nan, {"good": 1.0})):
         nlls = np.asarray([nll])
         counts = [number] * 5
-        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts)
+        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts, {})
         with pytest.raises(ValueError, match="JSON"):
             write_results(tmp_path, content, table)
     assert list(tmp_path.iterdir()) == []

@@ -80,7 +80,7 @@ def test_both_models_have_the_numbers_that_each_has_alone(tune):
     assert any(line.startswith("noise floor") for line in shown)
 
 
-def test_tokens_of_both_models(tune):
+def test_tokens_of_both_models(tune, held_out):
     import pyarrow.parquet as pq
 
     assert tune(*PAIR, "save_tokens=true")[0] == 0
@@ -102,7 +102,16 @@ def test_tokens_of_both_models(tune):
     )
     assert tokens["kl_teacher_student_nats"][place] == worst["kl_teacher_student_nats"]
     assert worst["kl_teacher_student_nats"] == section["kl_maximum_nats"]
-    assert worst["id"] == rows()[worst["document"]]["id"]
+    row = rows()[worst["document"]]
+    assert worst["id"] == row["id"]
+    assert worst["token_id"] == tokens["token_id"][place]
+    text = next(
+        each["text"]
+        for each in map(json.loads, held_out.read_text().splitlines())
+        if each["id"] == row["id"]
+    )
+    assert worst["before"] + worst["token"] in text
+    assert worst["teacher_top1"] != worst["student_top1"]
 
 
 KD_SECTIONS = """

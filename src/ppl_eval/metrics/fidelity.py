@@ -143,7 +143,7 @@ class Fidelity:
             document_BT: document of each target (int64).
             token_BT: its place among the document's tokens (int64).
         """
-        of = {name: values_CBT[n][scored_BT] for n, name in enumerate(COLUMNS)}
+        of: dict[str, torch.Tensor] = dict(zip(COLUMNS, values_CBT[:, scored_BT], strict=True))
         self.kl.update(of["kl_teacher_student"])
         self.probability_difference.update(_probability_difference(of))
         ones = torch.ones_like(of["nll"])

@@ -118,7 +118,8 @@ class Ledger:
         if wrong:
             raise RuntimeError(f"windows not scored exactly once: {wrong[:10]} of {len(wrong)}")
 
-    def first_non_finite(self) -> int | None:
-        """Number of the first window with a NaN or infinite loss, or None."""
-        bad = (~self.sums.isfinite().all(dim=0)).nonzero()
-        return int(bad[0]) if len(bad) else None
+    def first_non_finite(self) -> tuple[int, str] | None:
+        """Number of the first window with a NaN or infinite sum and the first such column, or
+        None."""
+        bad = (~self.sums.isfinite()).T.nonzero()
+        return None if len(bad) == 0 else (int(bad[0, 0]), self.columns[int(bad[0, 1])])

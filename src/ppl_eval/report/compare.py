@@ -45,7 +45,7 @@ def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
         rows.append(teacher_row(content, f"{name} (teacher)".strip()))
     lines = [result_table(rows)]
     if any("fidelity" in content for content in contents):
-        lines += ["", fidelity_table(contents, names), ""]
+        lines += ["", fidelity_table(contents, names, with_domains=with_domains), ""]
     for path, content, name in list(zip(paths, contents, names, strict=True))[1:]:
         for difference in paired(contents[0], paths[0], content, path):
             lines.append(f"{name} against {names[0]}: {difference}")
@@ -94,13 +94,20 @@ def paired(
         )
 
 
-def fidelity_table(contents: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """A row for each run beside a teacher: how far it is from it."""
+def fidelity_table(
+    contents: Sequence[dict[str, Any]], names: Sequence[str], *, with_domains: bool = False
+) -> str:
+    """A row for each run beside a teacher: how far it is from it; and for each of its domains."""
     rows = [["beside its teacher", *(heading for heading, _ in FIDELITY_COLUMNS)]]
     for content, name in zip(contents, names, strict=True):
-        if "fidelity" in content:
-            values = (content["fidelity"].get(key) for _, key in FIDELITY_COLUMNS)
-            rows.append([name, *("-" if value is None else number(value) for value in values)])
+        if "fidelity" not in content:
+            continue
+        domains = content["fidelity"]["by_domain"] if with_domains else {}
+        for title, part in ((name, content["fidelity"]), *domains.items()):
+            indent = "" if part is content["fidelity"] else "  "
+            values = (part.get(key) for _, key in FIDELITY_COLUMNS)
+            cells = ("-" if value is None else number(value) for value in values)
+            rows.append([indent + title, *cells])
     return align(rows)
 
 

@@ -13,6 +13,7 @@ from ppl_eval.metrics.perplexity import exp_or_inf
 from ppl_eval.report.results import DocumentTable
 
 WORST_DOCUMENTS = 10
+CONTEXT_TOKENS = 16
 
 _MEANS = {
     "kl_teacher_student_nats": ("kl_teacher_student",),
@@ -142,6 +143,33 @@ def _noise(found: Fidelity, dtype: str) -> dict[str, Any] | None:
     return {"dtype": dtype, "scored_tokens": int(count), **{name: values[name] for name in kept}}
 
 
+def with_texts(tokens: list[dict[str, Any]], workload: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """``worst_tokens`` with what a reader wants to see: the token, what came before it, and what
+    each model would have said; as far as the tokenizer can decode.
+
+    Args:
+        tokens: of the section.
+        workload: of :mod:`ppl_eval.evaluation`.
+        tokenizer: the text's.
+    """
+    decode = getattr(tokenizer, "decode", None)
+    numbers = sorted({token["document"] for token in tokens})
+    texts = workload.corpus.fetch(numbers)
+    totals = workload.protocol.num_tokens(workload.corpus.num_tokens)
+    found = []
+    for token in tokens:
+        number, place = token["document"], token["position"]
+        ids = workload.protocol.read(texts[number], 0, int(totals[number])).tolist()
+        more: dict[str, Any] = {"token_id": ids[place]}
+        if decode is not None:
+            more["token"] = decode([ids[place]])
+            more["before"] = decode(ids[max(0, place - CONTEXT_TOKENS) : place])
+            for whose in ("student", "teacher"):
+                more[f"{whose}_top1"] = decode([token[f"{whose}_top1_id"]])
+        found.append({**token, **more})
+    return found
+
+
 def _worst_documents(table: DocumentTable) -> list[dict[str, Any]]:
     """Those with the largest mean KL."""
     scored = np.flatnonzero(table.num_scored > 0)
@@ -193,6 +221,18 @@ def description(content: Mapping[str, Any]) -> str:
             f" {found['probability_difference_rms']:.4f}",
         ),
     ]
+    worst = next(iter(found["worst_tokens"]), {})
+    if "token" in worst:
+        about = f"document {worst['document']}" + (
+            "" if worst["id"] is None else f" ({worst['id']})"
+        )
+        lines.append(
+            (
+                "worst token",
+                f"{about}, after {worst['before'][-40:]!r}: {worst['token']!r}; the teacher's first"
+                f" choice was {worst['teacher_top1']!r}, the student's {worst['student_top1']!r}",
+            )
+        )
     if noise is not None:
         lines.append(
             (

@@ -104,11 +104,18 @@ def describe_run(content: Mapping[str, Any]) -> str:
         ),
         ("speed", f"{performance['tokens_per_s']:,.0f} scored tokens/s"),
     ]
+    if "teacher" in content:
+        teacher = content["teacher"]
+        about = f"{teacher['dtype']} (checkpoint {teacher['checkpoint_dtype']})"
+        if teacher["mesh"] != environment["mesh"]:
+            about += f" on {teacher['mesh']['description']}"
+        named = f"{teacher['model']} {teacher['checkpoint_dir'] or ''}".rstrip()
+        lines.insert(1, ("teacher", f"{named}, {about}"))
     interval = content["intervals_95"]["token_perplexity"]
     if interval is not None:
         low, high = map(number, interval)
         text = f"token ppl {low} to {high} (95 %, clustered by document)"
-        lines.insert(4, ("interval", text))
+        lines.insert(len(lines) - 2, ("interval", text))
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
 
