@@ -312,7 +312,10 @@ mistakes = {
         spoil(lambda folder: (folder / "config.json").write_text("[]")),
         "config.json holds a list",
     ),
-    "training state": (["checkpointer.should_load_recipe_state=true"], "is True, but a checkpointer"),
+    "training state": (
+        ["checkpointer.should_load_recipe_state=true"],
+        "is True, but a checkpointer",
+    ),
     "no protocol": (["protocol.name=sliding"], "protocol.name is 'sliding', but it is one of"),
     "no size": (["model.vocab_size=-1"], r"model \(torchtune.*\) fails: "),
     "a decoder that is none": (["model=builtins.dict"], "is a dict, but only text decoders"),

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import compared
+from helpers import compared, in_float64
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from ppl_eval import evaluate, shipped
 from ppl_eval.data import hf_tokenizer
+from ppl_eval.data.protocol import RULES
 
 STUDENT, TEACHER = (shipped.embedded_path(name) for name in ("tiny_student", "tiny_teacher"))
 PAIR = (f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={TEACHER}")
@@ -112,6 +113,51 @@ def test_tokens_of_both_models(tune, held_out):
     )
     assert worst["before"] + worst["token"] in text
     assert worst["teacher_top1"] != worst["student_top1"]
+
+
+def samples():
+    """Rows that come as tokens, a third of which do not count."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (3, 40, 300)]
+    return [{"tokens": row, "mask": [n % 3 == 0 for n in range(len(row))]} for row in ids]
+
+
+@pytest.mark.parametrize("name", [*RULES, "samples"])
+def test_every_protocol(tune, name):
+    """Losses as of each model alone; KL as by the protocol that reads the same windows."""
+    protocol = [f"protocol.name={'document' if name == 'samples' else name}", "max_documents=4"]
+    protocol += ["protocol.max_seq_len=48", "max_tokens_per_batch=200"]
+    if name == "samples":
+        keys = ("source", "data_files", "split", "column", "domain_column")
+        protocol += [f"dataset={__name__}.samples", *(f"~dataset.{key}" for key in keys)]
+    losses = []
+    for folder in (STUDENT, TEACHER):
+        code, _, err = tune(f"checkpoint_dir={folder}", *protocol)
+        assert code == 0, err
+        losses.append([row["nll_nats_sum"] for row in rows()])
+    code, _, err = tune(*PAIR, *protocol)
+    assert code == 0, err
+    table = rows()
+    for key, expected in zip(("nll_nats_sum", "teacher_nll_nats_sum"), losses, strict=True):
+        assert [row[key] for row in table] == pytest.approx(expected, rel=1e-6)
+    kl = results()["fidelity"]["kl_teacher_student_nats"]
+    assert kl > 0.01
+    if name == "packed":
+        document = [p.replace("packed", "document") for p in protocol]
+        assert tune(*PAIR, *document)[0] == 0
+        assert results()["fidelity"]["kl_teacher_student_nats"] == pytest.approx(kl, rel=1e-6)
+
+
+def test_a_model_that_is_its_own_teacher(held_out):
+    """The same object; and it is left as it was."""
+    texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()[:3]]
+    model = in_float64(STUDENT).float()
+    tokenizer = hf_tokenizer(str(STUDENT))
+    found = evaluate(model, tokenizer, texts, max_seq_len=64, teacher=model)
+    assert float(found.ledger.column("kl_teacher_student").abs().sum()) == 0
+    assert found.teacher.total.nll_nats_sum == found.summary.total.nll_nats_sum
+    assert "unembed" not in vars(model)
+    assert model(torch.ones(1, 3, dtype=torch.int64)).shape == (1, 3, 509)
 
 
 KD_SECTIONS = """

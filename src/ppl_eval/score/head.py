@@ -163,11 +163,15 @@ def unwrapped(model: nn.Module) -> Any:
 @contextmanager
 def _unembed_replaced(decoder: nn.Module, unembed: Callable[..., torch.Tensor]) -> Iterator[None]:
     """torchtune's decoder ends its forward with ``self.unembed(h)``: norm, head, ``.float()``."""
+    before = vars(decoder).get("unembed")  # of a pass that this one runs in
     object.__setattr__(decoder, "unembed", unembed)
     try:
         yield
     finally:
-        object.__delattr__(decoder, "unembed")
+        if before is None:
+            object.__delattr__(decoder, "unembed")
+        else:
+            object.__setattr__(decoder, "unembed", before)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""Histograms, against the values that they count; profiles are held on meshes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppl_eval.metrics.fidelity import PERCENTILES, Fidelity, Histogram
+from ppl_eval.score.divergence import COLUMNS
+
+
+def ranked(values, percent):
+    """The smallest value such that this share of all is not above it."""
+    return float(np.percentile(values, percent, method="inverted_cdf"))
+
+
+@given(st.lists(st.floats(1e-9, 900.0), min_size=1, max_size=300))
+def test_percentiles_of_a_logarithmic_histogram(values):
+    found = Fidelity().kl
+    for part in (values[: len(values) // 2], values[len(values) // 2 :]):
+        found.update(torch.tensor(part, dtype=torch.float64))
+    assert int(found.counts.sum()) == len(values)
+    for percent in PERCENTILES:
+        expected = ranked(values, percent)
+        assert abs(math.log(found.percentile(percent) / expected)) <= math.log(10) / 400 + 1e-9
+
+
+@given(st.lists(st.floats(-1.0, 1.0), min_size=1, max_size=300))
+def test_percentiles_of_a_linear_histogram(values):
+    found = Fidelity().probability_difference
+    found.update(torch.tensor(values, dtype=torch.float64))
+    for percent in PERCENTILES:
+        assert found.percentile(percent) == pytest.approx(ranked(values, percent), abs=0.0005001)
+
+
+def test_values_beyond_the_edges():
+    found = Histogram.logarithmic(1e-3, 10, 100)
+    found.update(torch.tensor([0.0, -1e-9, 1e-4, 0.1, 50.0], dtype=torch.float64))
+    assert [found.percentile(p) for p in (1, 60)] == [0, 0]
+    assert found.percentile(80) == pytest.approx(0.1, rel=0.012)
+    assert found.percentile(100) == 10
+
+
+def test_the_worst_of_several_batches():
+    torch.manual_seed(0)
+    fidelity, everything = Fidelity(), []
+    for batch in range(4):
+        values = torch.rand(len(COLUMNS), 3, 20, dtype=torch.float64)
+        scored = torch.rand(3, 20) > 0.4
+        document = torch.full((3, 20), batch)
+        token = torch.arange(60).view(3, 20)
+        fidelity.update(values * scored, scored, None, document, token)
+        kl = values[COLUMNS.index("kl_teacher_student")]
+        everything += [(float(kl[b, t]), batch, 20 * b + t) for b, t in scored.nonzero().tolist()]
+    worst = sorted(everything, reverse=True)[:20]
+    keys = ("kl_teacher_student_nats", "document", "position")
+    assert [tuple(row[k] for k in keys) for row in fidelity.worst_tokens()] == worst
+    assert fidelity.maximum_kl() == worst[0][0]
+    few = Fidelity()
+    few.update(values * scored, scored, None, document, token)
+    few.assemble(None)
+    assert len(few.worst_tokens()) == min(20, int(scored.sum()))
