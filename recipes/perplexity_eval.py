@@ -8,7 +8,8 @@ runs it, with the same configs.
 
 # ppl_eval comes before torchtune: it keeps a notice of torchao's off the terminal
 from ppl_eval import components, evaluation, launch, preflight
-from ppl_eval.config import EvalConfig, parse
+from ppl_eval.beside import teacher_dims
+from ppl_eval.config import parse
 from ppl_eval.errors import LimitExceeded
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.ready import num_ids
@@ -21,6 +22,7 @@ from ppl_eval.report.output import make_output_dir
 from ppl_eval.report.progress import ProgressBar, Timer
 from ppl_eval.report.results import over_limits, results, teacher_results, write_results
 from ppl_eval.report.tokens import write_tokens
+from ppl_eval.schema import EvalConfig
 from ppl_eval.steps import Teacher
 
 import dataclasses
@@ -106,7 +108,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         self.teacher = None
         if self.ready.teacher is None:
             return
-        self.teacher_dims = preflight.teacher_dims(cfg, self.dims)
+        self.teacher_dims = teacher_dims(cfg, self.dims)
         meshes = self.meshes
         if meshes is not None and self.teacher_dims != self.dims:
             meshes = self.teacher_dims.build_mesh(self.device.type)

@@ -11,11 +11,12 @@ import torchtune
 from torchtune._recipe_registry import get_all_recipes
 
 from ppl_eval import shipped
-from ppl_eval.config import COMPONENTS, TEACHER_COMPONENTS, known_keys, load, read_yaml
+from ppl_eval.config import known_keys, load, read_yaml
 from ppl_eval.errors import UserError
 from ppl_eval.model.agree import check_against_config
 from ppl_eval.model.auto import sections
 from ppl_eval.model.build import build_on_meta
+from ppl_eval.schema import COMPONENTS, TEACHER_COMPONENTS
 
 STUDENT = str(shipped.embedded_path("tiny_student"))
 TEACHER = str(shipped.embedded_path("tiny_teacher"))

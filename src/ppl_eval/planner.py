@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval.config import EvalConfig
 from ppl_eval.config import load as load_config
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
@@ -22,6 +21,7 @@ from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES
 from ppl_eval.parallel.tensor import check_heads, split_axes
 from ppl_eval.report.tables import align
+from ppl_eval.schema import EvalConfig
 from ppl_eval.score.attention import QUERY_BLOCK, SCORE_ELEMENTS
 from ppl_eval.score.head import CAST_ROWS, CHUNK_ELEMENTS
 

@@ -1,27 +1,25 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ppl_eval import components, evaluation, planner
-from ppl_eval.config import EvalConfig
+from ppl_eval.beside import check_tokenizer, teacher_degrees, teacher_dims
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.errors import UserError
-from ppl_eval.model.agree import read_config_beside
-from ppl_eval.model.auto import tokenizer_section
 from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.report import tables
+from ppl_eval.schema import EvalConfig
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def prepare(
         evaluation.check_window(model, protocol.max_seq_len)
     notes = student.notes
     if teacher is not None:
-        notes += tuple(check_teacher_tokenizer(cfg, tokenizer, *map(num_ids, models)))
+        notes += tuple(check_tokenizer(cfg, tokenizer, *map(num_ids, models)))
     workload = evaluation.prepare(
         tokenizer,
         build_dataset(cfg.dataset, "dataset", tokenizer),
@@ -103,98 +101,13 @@ def prepare(
 
 
 def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> ReadyModel:
-    tp, cp = _teacher_degrees(cfg)
+    tp, cp = teacher_degrees(cfg)
     layout = Layout(tp, cp, packs, cfg.protocol.name, "teacher_parallel")
     own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
     try:
         return ready_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
     except UserError as error:
         raise UserError(f"the teacher: {error}") from error
-
-
-def teacher_dims(cfg: EvalConfig, dims: ParallelDims) -> ParallelDims:
-    """The teacher's degrees: the student's, but for what ``teacher_parallel`` says.
-
-    Raises:
-        UserError: tp * cp is another than the student's, so that they would not read the same
-            batches.
-    """
-    tp, cp = _teacher_degrees(cfg)
-    return replace(dims, tp=tp, cp=cp)
-
-
-def _teacher_degrees(cfg: EvalConfig) -> tuple[int, int]:
-    own, asked = cfg.parallel, cfg.teacher_parallel
-    tp = own.tp if asked.tp is None else asked.tp
-    cp = own.cp if asked.cp is None else asked.cp
-    if tp * cp != own.tp * own.cp:
-        raise UserError(
-            f"teacher_parallel has tp({tp}) * cp({cp}) = {tp * cp} and parallel has tp({own.tp}) *"
-            f" cp({own.cp}) = {own.tp * own.cp}, but both models read the same batches on the same"
-            " processes: make the products equal"
-        )
-    return tp, cp
-
-
-def check_teacher_tokenizer(
-    cfg: EvalConfig, tokenizer: TextTokenizer, num_ids: int, teacher_num_ids: int
-) -> Iterator[str]:
-    """Refuse a teacher with another tokenizer; say so where one has more rows, or no tokenizer.
-
-    Args:
-        cfg: names both checkpoints.
-        tokenizer: the text's.
-        num_ids: rows of the student's head.
-        teacher_num_ids: rows of the teacher's head.
-
-    Raises:
-        UserError: the tokenizers differ.
-    """
-    other = _teachers_tokenizer(cfg)
-    if other is None:
-        yield (
-            f"{cfg.teacher_checkpointer.get('checkpoint_dir', 'the teacher')} has no tokenizer"
-            " files: the teacher is taken to have the student's tokenizer"
-        )
-    else:
-        difference = tokenizers.difference(tokenizer, other)
-        if difference is not None:
-            raise UserError(
-                f"student and teacher have different tokenizers ({difference}), so that their"
-                " distributions are over different tokens: run each alone and compare"
-                " metrics.bits_per_byte"
-            )
-    if num_ids != teacher_num_ids:
-        yield (
-            f"the student's head has {num_ids:,} rows and the teacher's {teacher_num_ids:,}: they"
-            f" are compared over the {min(num_ids, teacher_num_ids):,} ids that both have"
-        )
-
-
-def _teachers_tokenizer(cfg: EvalConfig) -> TextTokenizer | None:
-    """The tokenizer in the teacher's folder, of the same files as the student's if they are there;
-    None if there is none."""
-    folder = cfg.teacher_checkpointer.get("checkpoint_dir")
-    if folder is None:
-        return None
-    own = Path(cfg.checkpointer.get("checkpoint_dir") or "")
-    node = dict(cfg.tokenizer)
-    for key, value in cfg.tokenizer.items():
-        if key != "_component_" and isinstance(value, str) and Path(value).exists():
-            inside = Path(value).resolve()
-            if inside.is_relative_to(own.resolve()):
-                node[key] = str(Path(folder) / inside.relative_to(own.resolve()))
-    moved = [node[key] for key in node if node[key] != cfg.tokenizer[key]]
-    if moved and all(Path(path).is_file() or _has_tokenizer(Path(path)) for path in moved):
-        return components.build(node, "tokenizer")
-    if not _has_tokenizer(Path(folder)):
-        return None
-    config = read_config_beside(cfg.teacher_checkpointer)
-    return components.build(tokenizer_section(Path(folder), config), "tokenizer")
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _bos_warnings(config: Mapping[str, Any], protocol: Protocol) -> Iterator[str]:

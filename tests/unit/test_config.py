@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from ppl_eval import UserError
-from ppl_eval.config import EvalConfig, known_keys, load
+from ppl_eval.config import known_keys, load
+from ppl_eval.schema import EvalConfig
 
 TINY = ["--config", "tiny_ppl_eval"]
 
