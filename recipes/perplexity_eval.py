@@ -23,7 +23,6 @@ from ppl_eval.report.progress import ProgressBar, Timer
 from ppl_eval.report.results import over_limits, results, teacher_results, write_results
 from ppl_eval.report.tokens import write_tokens
 from ppl_eval.schema import EvalConfig
-from ppl_eval.steps import Teacher
 
 import dataclasses
 import logging
@@ -94,32 +93,16 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             logger.warning("warning: %s", warning)
         logger.info(tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size))
         with self.timer.phase("load"):
-            self.load_checkpoints(cfg)
+            self.teacher = preflight.place(
+                self.ready,
+                cfg,
+                self.dims,
+                self.meshes,
+                self.device,
+                show_progress=self.ranks.rank == 0,
+            )
         if self.metric_logger is not None:
             self.metric_logger.log_config(OmegaConf.structured(cfg))
-
-    def load_checkpoints(self, cfg: EvalConfig) -> None:
-        """The model and its teacher, each over its meshes: this rank's shards of both."""
-        show_progress = self.ranks.rank == 0
-        reshard = cfg.parallel.reshard_after_forward
-        self.ready.student.place(
-            self.meshes, self.device, reshard_after_forward=reshard, show_progress=show_progress
-        )
-        self.teacher = None
-        if self.ready.teacher is None:
-            return
-        self.teacher_dims = teacher_dims(cfg, self.dims)
-        meshes = self.meshes
-        if meshes is not None and self.teacher_dims != self.dims:
-            meshes = self.teacher_dims.build_mesh(self.device.type)
-        own = cfg.teacher_parallel.reshard_after_forward
-        self.ready.teacher.place(
-            meshes,
-            self.device,
-            reshard_after_forward=reshard if own is None else own,
-            show_progress=show_progress,
-        )
-        self.teacher = Teacher.on(self.ready.teacher.model, meshes)
 
     def evaluate(self) -> None:
         """Score all windows, write and print the results."""
@@ -186,7 +169,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         print(tables.describe_run(content), end="\n\n")
         rows = tables.result_rows(content, name)
         if self.teacher is not None:
-            rows.insert(1, tables.teacher_row(content, "its teacher"))
+            rows += tables.teacher_rows(content, "its teacher")
         print(tables.result_table(rows), end="\n\n")
         if self.teacher is not None:
             print(description(content), end="\n\n")
@@ -206,22 +189,21 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         )
         if self.ready.teacher is None:
             return content
-        dtype = self.cfg.teacher_dtype or self.cfg.dtype
+        dims = teacher_dims(self.cfg, self.dims)
         models = (self.ready.student.model, self.ready.teacher.model)
         content["teacher"] = teacher_results(
             result.teacher,
             model=self.ready.teacher.component,
             checkpoint_dir=self.ready.teacher.checkpointer.get("checkpoint_dir"),
             checkpoint_dtype=self.ready.teacher.checkpoint_dtype,
-            dtype=dtype,
-            mesh={**dataclasses.asdict(self.teacher_dims), "description": str(self.teacher_dims)},
+            dtype=self.cfg.teacher_dtype or self.cfg.dtype,
+            mesh={**dataclasses.asdict(dims), "description": str(dims)},
         )
         content["fidelity"] = fidelity(
             documents,
             documents.by_domain(),
             result.fidelity,
             rows=tuple(map(num_ids, models)),
-            dtype=dtype,
         )
         return content
 

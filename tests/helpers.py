@@ -161,6 +161,8 @@ def compared(student, teacher, windows, shared_ids=None):
             overlaps = [len(set(a) & set(b)) / 5 for a, b in zip(*tops, strict=True)]
             add("top5", torch.tensor(overlaps))
             add("teacher_confidence", p.exp().amax(dim=1))
+            add("top1_id", q.argmax(dim=1))
+            add("teacher_top1_id", p.argmax(dim=1))
             own = [F.cross_entropy(x, targets, reduction="none") for x in logits]
             add("nll", own[0])
             add("teacher_nll", own[1])

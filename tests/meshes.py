@@ -3,11 +3,9 @@
 import torch
 
 from ppl_eval import evaluation, preflight
-from ppl_eval.beside import teacher_dims as dims_of_teacher
 from ppl_eval.config import load as load_config
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES
-from ppl_eval.steps import Teacher
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
@@ -24,13 +22,7 @@ def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
     meshes = dims.build_mesh("cpu")
     cfg = configured(folder, mesh, *overrides, dataset=dataset)
     ready = preflight.prepare(cfg, DTYPES[cfg.dtype])
-    ready.student.place(meshes, torch.device("cpu"))
-    teacher = None
-    if ready.teacher is not None:
-        teacher_dims = dims_of_teacher(cfg, dims)
-        teacher_meshes = meshes if teacher_dims == dims else teacher_dims.build_mesh("cpu")
-        ready.teacher.place(teacher_meshes, torch.device("cpu"))
-        teacher = Teacher.on(ready.teacher.model, teacher_meshes)
+    teacher = preflight.place(ready, cfg, dims, meshes, torch.device("cpu"))
     return evaluation.run(
         ready.student.model,
         ready.workload,

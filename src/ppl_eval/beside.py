@@ -1,17 +1,28 @@
 """What a teacher must have in common with its student: batches and tokenizer."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ppl_eval import components
 from ppl_eval.data import tokenizer as tokenizers
-from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.data.tokenizer import HFTokenizer, TextTokenizer
 from ppl_eval.errors import UserError
 from ppl_eval.model.agree import read_config_beside
 from ppl_eval.model.auto import tokenizer_section
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.schema import EvalConfig
+
+
+@contextmanager
+def of_the_teacher() -> Iterator[None]:
+    """A sentence that a model's checks raise says that it is about the teacher."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"the teacher: {error}") from error
 
 
 def teacher_dims(cfg: EvalConfig, dims: ParallelDims) -> ParallelDims:
@@ -53,17 +64,25 @@ def check_tokenizer(
     Raises:
         UserError: the tokenizers differ.
     """
-    other = _teachers_tokenizer(cfg)
-    if other is None:
+    moved, node = _teachers_section(cfg)
+    if node is None:
         yield (
             f"{cfg.teacher_checkpointer.get('checkpoint_dir', 'the teacher')} has no tokenizer"
-            " files: the teacher is taken to have the student's tokenizer"
+            " files that are known: the teacher is taken to have the student's tokenizer"
         )
     else:
-        difference = tokenizers.difference(tokenizer, other)
-        if difference is not None:
+        other = components.build(node, "tokenizer")
+        found = tokenizers.difference(tokenizer, other)
+        if found is None and not isinstance(tokenizer, HFTokenizer):
+            found = next((f"{own} and {its}" for own, its in moved if not _same(own, its)), None)
+            if not moved:
+                yield (
+                    "the tokenizers of student and teacher are of different kinds of files, and"
+                    " were compared on a short text only"
+                )
+        if found is not None:
             raise UserError(
-                f"student and teacher have different tokenizers ({difference}), so that their"
+                f"student and teacher have different tokenizers ({found}), so that their"
                 " distributions are over different tokens: run each alone and compare"
                 " metrics.bits_per_byte"
             )
@@ -74,27 +93,39 @@ def check_tokenizer(
         )
 
 
-def _teachers_tokenizer(cfg: EvalConfig) -> TextTokenizer | None:
-    """The tokenizer in the teacher's folder, of the same files as the student's if they are there;
-    None if there is none."""
-    folder = cfg.teacher_checkpointer.get("checkpoint_dir")
-    if folder is None:
-        return None
-    own = Path(cfg.checkpointer.get("checkpoint_dir") or "")
-    node = dict(cfg.tokenizer)
+def _teachers_section(
+    cfg: EvalConfig,
+) -> tuple[list[tuple[Path, Path]], dict[str, Any] | None]:
+    """(the student's tokenizer files and the teacher's of the same names, the section of the
+    teacher's tokenizer).
+
+    It is the student's section on the teacher's files if they are there, else what the teacher's
+    folder says; None if it says nothing.
+    """
+    if cfg.teacher_checkpointer.get("checkpoint_dir") is None:
+        return [], None
+    folder = Path(cfg.teacher_checkpointer["checkpoint_dir"])
+    student = Path(cfg.checkpointer.get("checkpoint_dir") or "").resolve()
+    node, moved = dict(cfg.tokenizer), []
     for key, value in cfg.tokenizer.items():
-        if key != "_component_" and isinstance(value, str) and Path(value).exists():
-            inside = Path(value).resolve()
-            if inside.is_relative_to(own.resolve()):
-                node[key] = str(Path(folder) / inside.relative_to(own.resolve()))
-    moved = [node[key] for key in node if node[key] != cfg.tokenizer[key]]
-    if moved and all(Path(path).is_file() or _has_tokenizer(Path(path)) for path in moved):
-        return components.build(node, "tokenizer")
-    if not _has_tokenizer(Path(folder)):
-        return None
-    config = read_config_beside(cfg.teacher_checkpointer)
-    return components.build(tokenizer_section(Path(folder), config), "tokenizer")
+        if key == "_component_" or not isinstance(value, str) or not Path(value).exists():
+            continue
+        own = Path(value).resolve()
+        if own.is_relative_to(student):
+            node[key] = str(folder / own.relative_to(student))
+            moved.append((Path(value), Path(node[key])))
+    if moved and all(_is_there(own, its) for own, its in moved):
+        return moved, node
+    try:
+        return [], tokenizer_section(folder, read_config_beside(cfg.teacher_checkpointer))
+    except UserError:
+        return [], None
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+def _is_there(own: Path, its: Path) -> bool:
+    """Whether the teacher has the file, or the folder with the file that is read of one."""
+    return its.is_file() if own.is_file() else (its / "tokenizer.json").is_file()
+
+
+def _same(own: Path, its: Path) -> bool:
+    return own.is_dir() or own.read_bytes() == its.read_bytes()

@@ -165,9 +165,9 @@ def to_config(content: DictConfig) -> EvalConfig:
     _complete_from_folder(config)
     _complete_teacher(config)
     _check_values(config)
-    _fill_in_checkpointer(config.checkpointer)
+    _fill_in_checkpointer(config.checkpointer, "checkpointer")
     if config.has_teacher:
-        _fill_in_checkpointer(config.teacher_checkpointer)
+        _fill_in_checkpointer(config.teacher_checkpointer, "teacher_checkpointer")
     for key in (*COMPONENTS, *(TEACHER_COMPONENTS if config.has_teacher else ())):
         supplied = ("tokenizer",) if key == "dataset" else ()
         components.check(getattr(config, key), key, supplied=supplied)
@@ -267,6 +267,9 @@ def _check_values(config: EvalConfig) -> None:
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
 
 
+_LIMITED = {"metrics": METRICS, "fidelity": LIMITED_FIDELITY}
+
+
 def _limits(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Dotted keys and limits of ``fail_if``, written flat or nested."""
     for key, value in node.items():
@@ -276,11 +279,14 @@ def _limits(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"fail_if.{dotted} is {value!r}, but it is a number: the most allowed")
-        for section, allowed in (("metrics", METRICS), ("fidelity", LIMITED_FIDELITY)):
+        for section, allowed in _LIMITED.items():
             if dotted.startswith(f"{section}.") and dotted.split(".", 1)[1] not in allowed:
                 names = ", ".join(f"{section}.{name}" for name in allowed)
                 more = ", or domains.NAME. and one" if section == "metrics" else ""
                 raise UserError(f"fail_if has {dotted}, but it is one of {names}{more}")
+        name = dotted.removeprefix("teacher.metrics.")
+        if dotted.startswith("teacher.") and name not in METRICS:
+            raise UserError(f"fail_if has {dotted}, but of a teacher it is teacher.metrics.NAME")
         yield dotted, float(value)
 
 
@@ -295,13 +301,17 @@ def _complete_from_folder(config: EvalConfig) -> None:
             )
         return
     if open_sections:
-        found = auto.sections(config.checkpoint_dir)
+        with_tokenizer = "tokenizer" in open_sections
+        read = auto.sections if with_tokenizer else auto.model_sections
+        found = read(config.checkpoint_dir)
         for key in open_sections:
             setattr(config, key, {**found[key], **getattr(config, key)})
 
 
 def _complete_teacher(config: EvalConfig) -> None:
-    """As :func:`_complete_from_folder`; none of the sections means no teacher."""
+    """As :func:`_complete_from_folder`; none of the sections, or no folder, means no teacher."""
+    if config.teacher_checkpointer.get("checkpoint_dir", "") is None:  # teacher_checkpoint_dir=null
+        config.teacher_model, config.teacher_checkpointer = {}, {}
     folder = config.teacher_checkpoint_dir
     open_sections = [k for k in TEACHER_COMPONENTS if "_component_" not in getattr(config, k)]
     if folder is not None and open_sections:
@@ -316,8 +326,12 @@ def _complete_teacher(config: EvalConfig) -> None:
             f"config: {given[0]} is given and {missing} is not: give both, or"
             " teacher_checkpoint_dir=DIR, a Hugging Face folder"
         )
-    if not given:  # a config may be written for a teacher that a run leaves out
-        config.teacher_model, config.teacher_checkpointer = {}, {}
+    for key in TEACHER_COMPONENTS:
+        if not given and getattr(config, key):
+            raise UserError(
+                f"config: {key} has no _component_, and there is no teacher_checkpoint_dir that"
+                " says which: set teacher_checkpoint_dir=DIR"
+            )
 
 
 def _check_teacher(config: EvalConfig) -> None:
@@ -334,6 +348,7 @@ def _check_teacher(config: EvalConfig) -> None:
         for name, value in dataclasses.asdict(config.teacher_parallel).items()
         if value is not None
     ]
+    asked += ["teacher_dtype"] if config.teacher_dtype is not None else []
     if asked:
         raise UserError(
             f"{asked[0]} is set, but there is no teacher: set teacher_checkpoint_dir=DIR"
@@ -348,12 +363,12 @@ def _check_finite(node: Any, key: str) -> None:
         raise UserError(f"{key} is {node}, but it is a finite number")
 
 
-def _fill_in_checkpointer(node: dict[str, Any]) -> None:
+def _fill_in_checkpointer(node: dict[str, Any], key: str) -> None:
     """Keys that torchtune's checkpointers want and an evaluation can do without.
 
     They are found later: the files in the folder, and a place that nothing is written to.
     """
-    accepted = components.argument_names(node, "checkpointer")
+    accepted = components.argument_names(node, key)
     for name in ("checkpoint_files", "output_dir"):
         if name in accepted:
             node.setdefault(name, None)

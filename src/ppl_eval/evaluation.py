@@ -30,7 +30,7 @@ from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.head import unwrapped
-from ppl_eval.steps import Alone, BesideTeacher, Teacher, evaluating, noise_batches
+from ppl_eval.steps import Alone, BesideTeacher, Teacher, check_meshes, evaluating, noise_batches
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,7 @@ def run(
     check_groups(model, loss_group)
     if teacher is not None:
         check_groups(teacher.model, teacher.loss_group)
+        check_meshes(model, batch_group, cp_group, teacher)
     windows, plan = workload.windows, workload.plan
     batch_rank = 0 if batch_group is None else dist.get_rank(batch_group)
     num_batch_ranks = 1 if batch_group is None else dist.get_world_size(batch_group)

@@ -112,7 +112,7 @@ class Estimate:
         return self.parameters + max(layers, head, 2 * self.kept)
 
     def beside(self, teacher: "Estimate") -> "Estimate":
-        """Both models on the same mesh: a bound, since their layers do not run at the same time."""
+        """Both models on the same mesh; their layers do not run at the same time."""
         names = ("parameters", "gathered", "kept", "fsdp_traffic", "cp_traffic", "tp_traffic")
         sums = {name: getattr(self, name) + getattr(teacher, name) for name in names}
         most = {n: max(getattr(self, n), getattr(teacher, n)) for n in ("activations", "head")}
@@ -227,12 +227,14 @@ def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) 
     models = list(_models(cfg))
     positions = _positions(cfg)
     reshard = cfg.parallel.reshard_after_forward
+    own_reshard = cfg.teacher_parallel.reshard_after_forward
+    reshards = (reshard, reshard if own_reshard is None else own_reshard)
     every = []
     common = set.intersection(*(set(meshes(model, num_processes)) for model in models))
     for dims in (dims for dims in meshes(models[0], num_processes) if dims in common):
         own, *teachers = (
-            estimate(Sizes.of(model), dims, positions, reshard_after_forward=reshard)
-            for model in models
+            estimate(Sizes.of(model), dims, positions, reshard_after_forward=reshards[place])
+            for place, model in enumerate(models)
         )
         every.append(own.beside(teachers[0]) if teachers else own)
     fit = [one for one in every if one.total <= device_memory_mib * MIB]

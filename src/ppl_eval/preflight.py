@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from ppl_eval import components, evaluation, planner
-from ppl_eval.beside import check_tokenizer, teacher_degrees, teacher_dims
+from ppl_eval.beside import check_tokenizer, of_the_teacher, teacher_degrees, teacher_dims
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
-from ppl_eval.errors import UserError
 from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
 from ppl_eval.parallel import process_group
-from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.dims import Meshes, ParallelDims
 from ppl_eval.report import tables
 from ppl_eval.schema import EvalConfig
+from ppl_eval.steps import Teacher
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,13 @@ def prepare(
         add_eos=cfg.protocol.add_eos,
         separator=cfg.protocol.separator,
     )
-    for model in models:
-        evaluation.check_window(model, protocol.max_seq_len)
-    notes = student.notes
+    evaluation.check_window(student.model, protocol.max_seq_len)
+    notes, warnings = student.notes, student.warnings
     if teacher is not None:
+        with of_the_teacher():
+            evaluation.check_window(teacher.model, protocol.max_seq_len)
+        notes += tuple(f"the teacher: {note}" for note in teacher.notes)
+        warnings += tuple(f"the teacher: {warning}" for warning in teacher.warnings)
         notes += tuple(check_tokenizer(cfg, tokenizer, *map(num_ids, models)))
     workload = evaluation.prepare(
         tokenizer,
@@ -92,7 +95,7 @@ def prepare(
         group=group,
     )
     warnings = (
-        *student.warnings,
+        *warnings,
         *_bos_warnings(student.config, protocol),
         *_loss_warnings(workload),
         *_cut_warnings(workload, getattr(tokenizer, "max_seq_len", None)),
@@ -104,10 +107,47 @@ def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> ReadyModel:
     tp, cp = teacher_degrees(cfg)
     layout = Layout(tp, cp, packs, cfg.protocol.name, "teacher_parallel")
     own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
-    try:
+    with of_the_teacher():
         return ready_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
-    except UserError as error:
-        raise UserError(f"the teacher: {error}") from error
+
+
+def place(
+    ready: Preflight,
+    cfg: EvalConfig,
+    dims: ParallelDims,
+    meshes: Meshes | None,
+    device: torch.device,
+    *,
+    show_progress: bool = False,
+) -> Teacher | None:
+    """Split and shard both models, and read this rank's weights of each.
+
+    Args:
+        ready: from :func:`prepare`; its models are on meta before and on ``device`` after.
+        cfg: the checked config.
+        dims: the student's.
+        meshes: the student's, or None for one process.
+        device: of this rank.
+        show_progress: show bars, if stderr is a terminal.
+
+    Returns:
+        The teacher on its meshes, if there is one.
+    """
+    reshard, its = cfg.parallel.reshard_after_forward, cfg.teacher_parallel.reshard_after_forward
+    ready.student.place(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
+    if ready.teacher is None:
+        return None
+    own_dims = teacher_dims(cfg, dims)
+    if meshes is not None and own_dims != dims:
+        meshes = own_dims.build_mesh(device.type)
+    with of_the_teacher():
+        ready.teacher.place(
+            meshes,
+            device,
+            reshard_after_forward=reshard if its is None else its,
+            show_progress=show_progress,
+        )
+    return Teacher.on(ready.teacher.model, meshes)
 
 
 def _bos_warnings(config: Mapping[str, Any], protocol: Protocol) -> Iterator[str]:

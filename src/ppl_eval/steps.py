@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ppl_eval.data.batch import Batch
+from ppl_eval.errors import UserError
 from ppl_eval.metrics.fidelity import SUMS, Fidelity, ledger_values
 from ppl_eval.metrics.ledger import NLL, Ledger
 from ppl_eval.metrics.perplexity import Perplexity
@@ -18,6 +19,7 @@ from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
+from ppl_eval.parallel.tensor import ranks_of, tp_groups
 from ppl_eval.score.attention import attention_packed, attention_split
 from ppl_eval.score.divergence import COLUMNS
 from ppl_eval.score.head import score, unwrapped
@@ -49,6 +51,34 @@ class Teacher:
         if meshes is None:
             return cls(model)
         return cls(model, meshes.loss.get_group(), meshes.cp.get_group())
+
+
+def check_meshes(
+    student: nn.Module,
+    batch_group: dist.ProcessGroup | None,
+    cp_group: dist.ProcessGroup | None,
+    teacher: Teacher,
+) -> None:
+    """Refuse a teacher whose ranks do not read the student's batches.
+
+    Raises:
+        UserError: ranks that share the teacher's matrices or windows read different batches, or the
+            teacher shares them among more or fewer ranks than the student.
+    """
+    shared = [*tp_groups(teacher.model), teacher.cp_group]
+    mixed = any(len(ranks_of(batch_group) & ranks_of(group)) > 1 for group in shared)
+
+    def size(model: nn.Module, cp: dist.ProcessGroup | None) -> int:
+        tp = max((len(ranks_of(group)) for group in tp_groups(model)), default=1)
+        return tp * max(1, len(ranks_of(cp)))
+
+    own, its = size(student, cp_group), size(teacher.model, teacher.cp_group)
+    if mixed or own != its:
+        raise UserError(
+            f"the student shares a batch among {own} ranks (tp * cp) and the teacher among {its}:"
+            " both read the same batches on the same ranks; give teacher_meshes with the student's"
+            " dp_replicate and dp_shard, and the same product of tp and cp"
+        )
 
 
 class Alone:
@@ -139,12 +169,15 @@ class BesideTeacher:
         self._by_position = PositionLoss(device)
         self._teacher_by_position = PositionLoss(device)
         self.running = Perplexity(device)
-        self.fidelity = Fidelity(device)
+        dtypes = [dtype_of(model) for model in (student, teacher.model)]
+        self.fidelity = Fidelity(device, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
 
     def run(self, whole: Batch, ledger: Ledger) -> None:
         """See :meth:`Alone.run`."""
         batch = whole.part(self._context).to(self._device)
-        teachers = whole.part(self._teacher_context).to(self._device)
+        teachers = batch
+        if self._context is not None or self._teacher_context is not None:
+            teachers = whole.part(self._teacher_context).to(self._device)
         models = (self._student, self._teacher.model)
         with ExitStack() as stack:
             for model in models:
@@ -173,8 +206,12 @@ class BesideTeacher:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the teacher is to be its own student, and has layers that are known."""
-        return self._teacher.measure_noise and hasattr(unwrapped(self._teacher.model), "layers")
+        """Whether the teacher is to be its own student, and its layers can be rounded: those of a
+        decoder that is not compiled."""
+        model = self._teacher.model
+        decoder = unwrapped(model)
+        is_decoder = hasattr(decoder, "unembed") and isinstance(decoder.layers, nn.ModuleList)
+        return self._teacher.measure_noise and is_decoder and not hasattr(model, "_orig_mod")
 
     def run_noise(self, whole: Batch, seed: int) -> None:
         """Let the teacher be its own student, rounded otherwise, on a batch; on every rank.
@@ -190,6 +227,7 @@ class BesideTeacher:
                 batch.targets_BT,
                 batch.scored_BT,
                 seed,
+                torch.finfo(self.fidelity.coarser).eps,
             )
         self.fidelity.update_noise(values_CBT, batch.scored_BT)
 
@@ -206,6 +244,12 @@ class BesideTeacher:
     def teacher_by_position(self) -> list[dict[str, Any]]:
         """The teacher's loss."""
         return self._teacher_by_position.rows()
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Of most of a model's numbers, as its first parameter has it; fp32 of one without any."""
+    first = next(model.parameters(), None)
+    return torch.float32 if first is None or not first.is_floating_point() else first.dtype
 
 
 def noise_batches(num_batches: int, batch_rank: int, num_ranks: int) -> Iterator[int | None]:

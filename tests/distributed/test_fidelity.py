@@ -16,10 +16,13 @@ from helpers import chunks, compared, in_float64
 from meshes import on_mesh
 from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
+from scipy import stats
 
-from ppl_eval import shipped
+from ppl_eval import UserError, evaluate, shipped
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.metrics.fidelity import PERCENTILES
+from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.tensor import split_decoder
 from ppl_eval.report.fidelity import fidelity
 
 WINDOW = 100
@@ -75,9 +78,7 @@ def report_of(student, teacher, mesh, *overrides):
         dataset=f"{__name__}.texts",
     )
     documents = result.summary.documents
-    found = fidelity(
-        documents, documents.by_domain(), result.fidelity, rows=(509, 509), dtype="fp32"
-    )
+    found = fidelity(documents, documents.by_domain(), result.fidelity, rows=(509, 509))
     totals = result.summary.total, result.teacher.total
     return found, *((total.num_scored, total.nll_nats_sum) for total in totals)
 
@@ -122,12 +123,14 @@ def found(folders):
 def truth(folders):
     """Pair -> (values of each token by the loop, domain of each token)."""
     tokenizer = hf_tokenizer(str(shipped.embedded_path(STUDENT)))
-    windows, domains = [], []
-    for row in texts():
+    windows, domains, documents, positions = [], [], [], []
+    for number, row in enumerate(texts()):
         ids = tokenizer.encode(row["text"], False, False)
         of_document = chunks(ids, WINDOW, tokenizer.bos_id)
         windows += of_document
-        domains += [row["domain"]] * sum(len(tokens) - 1 for tokens, _ in of_document)
+        domains += [row["domain"]] * len(ids)
+        documents += [number] * len(ids)
+        positions += range(len(ids))
     embedded = {name: in_float64(shipped.embedded_path(name)) for name in (STUDENT, TEACHER)}
     own = embedded[STUDENT], embedded[TEACHER]
     models = {
@@ -135,7 +138,11 @@ def truth(folders):
         "more rows": (own[0], in_float64(folders["teacher"])),
         "fewer rows": (in_float64(folders["student"]), own[1]),
     }
-    return {k: compared(*pair, windows, 509) for k, pair in models.items()}, np.asarray(domains)
+    found = {k: compared(*pair, windows, 509) for k, pair in models.items()}
+    for values in found.values():
+        values["document"] = torch.tensor(documents)
+        values["position"] = torch.tensor(positions)
+    return found, np.asarray(domains)
 
 
 def check(results, values):
@@ -161,9 +168,55 @@ def check(results, values):
         given = section["probability_difference_percentiles"][f"{percent:g}"]
         assert abs(given - ordered[place]) <= 0.0005 + 1e-5
     close(section["kl_maximum_nats"], values["kl_teacher_student"].max())
-    worst = values["kl_teacher_student"].sort(descending=True).values[:20]
-    for token, expected in zip(section["worst_tokens"], worst, strict=True):
-        assert token["kl_teacher_student_nats"] == pytest.approx(float(expected), rel=1e-5)
+    worst = values["kl_teacher_student"].sort(descending=True).indices[:20].tolist()
+    for token, place in zip(section["worst_tokens"], worst, strict=True):
+        found = (
+            *(token["document"], token["position"]),
+            *(token[f"{whose}_top1_id"] for whose in ("student", "teacher")),
+        )
+        names = ("document", "position", "top1_id", "teacher_top1_id")
+        assert found == tuple(int(values[name][place]) for name in names)
+        for key, name in (
+            ("kl_teacher_student_nats", "kl_teacher_student"),
+            ("student_nll_nats", "nll"),
+            ("teacher_nll_nats", "teacher_nll"),
+        ):
+            assert token[key] == pytest.approx(float(values[name][place]), rel=1e-5)
+    check_documents(section, values)
+
+
+def check_documents(section, values):
+    """Intervals and the worst, from sums over documents: the jackknife written out as a loop."""
+    numbers = values["document"].long()
+    count = int(numbers.max()) + 1
+    tokens = torch.zeros(count).double().index_add_(0, numbers, torch.ones(len(numbers)).double())
+
+    def interval(values):
+        sums = torch.zeros(count).double().index_add_(0, numbers, values)
+        kept = tokens > 0
+        s, n = sums[kept], tokens[kept]
+        without = torch.tensor(
+            [(s.sum() - s[i]) / (n.sum() - n[i]) for i in range(len(s))], dtype=torch.float64
+        )
+        error = math.sqrt((len(s) - 1) / len(s) * float(((without - without.mean()) ** 2).sum()))
+        reach = float(stats.t.ppf(0.975, len(s) - 1)) * error
+        mean = float(s.sum() / n.sum())
+        return mean - reach, mean + reach
+
+    for name, of_tokens in (
+        ("kl_teacher_student_nats", values["kl_teacher_student"]),
+        ("js_nats", values["js"]),
+        ("ln_perplexity_ratio", values["nll"] - values["teacher_nll"]),
+    ):
+        low, high = interval(of_tokens)
+        if name != "ln_perplexity_ratio":
+            low = max(low, 0.0)
+        assert section["interval_95"][name] == pytest.approx([low, high], rel=1e-5, abs=1e-6), name
+    low, high = interval(values["top1"])
+    assert section["interval_95"]["top1_agreement"] == pytest.approx([low, min(high, 1)], rel=1e-5)
+    kl = torch.zeros(count).double().index_add_(0, numbers, values["kl_teacher_student"])
+    order = (kl / tokens).nan_to_num(-1).sort(descending=True).indices[:10].tolist()
+    assert [document["document"] for document in section["worst_documents"]] == order
 
 
 def check_means(section, values):
@@ -235,9 +288,61 @@ def test_profiles(found, truth, mesh):
             low, high = scale(row)
             inside = (values >= low) & ((values < high) if key[3] == "t" else (values <= high))
             assert row["scored_tokens"] == int(inside.sum())
-            kl = float(pair["kl_teacher_student"][inside].mean())
-            assert row["kl_teacher_student_nats"] == pytest.approx(kl, rel=1e-5)
+            for name, column in (
+                ("kl_teacher_student_nats", "kl_teacher_student"),
+                ("student_nll_nats_per_token", "nll"),
+                ("teacher_nll_nats_per_token", "teacher_nll"),
+            ):
+                mean = float(pair[column][inside].mean())
+                assert row[name] == pytest.approx(mean, rel=1e-5), name
             assert row["top1_agreement"] == pytest.approx(float(pair["top1"][inside].mean()))
+
+
+def test_the_noise_is_of_the_same_tokens_on_every_mesh(found):
+    """One batch in sixteen, whoever reads it."""
+    counts = {found["pair", mesh][0]["noise_floor"]["scored_tokens"] for mesh in FOUR}
+    counts |= {
+        found[("otherwise", mesh, *degrees)][0]["noise_floor"]["scored_tokens"]
+        for mesh, degrees in OTHERWISE
+    }
+    (count,) = counts
+    assert 0 < count < 0.5 * found["pair", FOUR[0]][1][0]
+
+
+def other_meshes(rank, names):
+    """What ``evaluate`` says of a teacher on meshes that are not the student's."""
+    texts_ = [row["text"] for row in texts()]
+    tokenizer = hf_tokenizer(str(shipped.embedded_path(STUDENT)))
+    said = []
+    for student, teacher in names:
+        models = []
+        for folder, degrees in zip((STUDENT, TEACHER), (student, teacher), strict=True):
+            model = in_float64(shipped.embedded_path(folder)).float()
+            meshes = ParallelDims(**degrees, world_size=2).build_mesh("cpu")
+            split_decoder(model, meshes.tp)
+            models.append((model, meshes))
+        (model, meshes), (other, its) = models
+        try:
+            evaluate(
+                model,
+                tokenizer,
+                texts_,
+                max_seq_len=64,
+                meshes=meshes,
+                teacher=other,
+                teacher_meshes=its,
+            )
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_teacher_that_does_not_read_the_students_batches():
+    alone, tp, cp = ({"dp_replicate": 2, "dp_shard": 1}, {"tp": 2}, {"cp": 2})
+    names = [(alone, tp), (alone, cp), (tp, alone), (cp, alone)]
+    for said in run_on_ranks(2, other_meshes, names):
+        assert len(said) == 4
+        assert all("both read the same batches on the same ranks" in each for each in said)
 
 
 def test_data_parallelism_changes_no_bit(found):

@@ -168,12 +168,13 @@ def test_a_lora_builder(tune, epochs, adapters, tmp_path):
     assert "alpha 16" in said
 
 
-def test_an_adapter_on_weights_that_have_it(tune, epochs):
+def test_an_adapter_on_weights_that_have_it(tune, epochs, adapters):
     """D10: it may be meant, but hardly ever is."""
-    found, said = tune(f"checkpoint_dir={epochs['lora']}", f"adapter.dir={epochs['lora']}")
-    assert found is not None
-    assert "warning: adapter.dir is checkpoint_dir" in said
-    assert "then it counts twice" in said
+    for folder in (epochs["lora"], epochs["lora"].parent / "adapter"):
+        found, said = tune(f"checkpoint_dir={epochs['lora']}", f"adapter.dir={folder}")
+        assert found is not None
+        assert "warning: adapter.dir is given, and" in said
+        assert "then it counts twice" in said
 
 
 def test_a_folder_with_an_adapter_only(tune, adapters, tmp_path):

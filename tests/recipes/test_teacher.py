@@ -12,7 +12,7 @@ from helpers import compared, in_float64
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from ppl_eval import evaluate, shipped
+from ppl_eval import UserError, evaluate, shipped
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.data.protocol import RULES
 
@@ -230,6 +230,118 @@ def test_limits_on_fidelity(tune):
     assert tune(*PAIR, "fail_if.teacher.metrics.token_perplexity=1.2")[0] == 3
 
 
+def test_a_teacher_can_be_left_out(tune, tmp_path):
+    """Of a config that has one, such as those of published pairs."""
+    assert tune("teacher_checkpoint_dir=null", config="tiny_pair_ppl_eval")[0] == 0
+    assert "fidelity" not in results()
+    assert "teacher" not in results()
+
+
+def test_two_students_whose_tokenizers_differ_in_what_does_not_matter(
+    tune, tmp_path, capsys, monkeypatch
+):
+    """KL is by token all the same, while perplexities are by byte."""
+    from ppl_eval import cli
+
+    def change(content):
+        more = {**content["added_tokens"][-1], "id": 509, "content": "<|more|>"}
+        content["added_tokens"].append(more)
+
+    other = other_vocabulary(copy_of(STUDENT, tmp_path / "other"), change)
+    assert tune(*PAIR, "output_dir=one")[0] == 0
+    weights = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name] * 0.5
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    assert tune(f"checkpoint_dir={other}", PAIR[1], "output_dir=two")[0] == 0
+    one, two = results("one"), results("two")
+    assert one["fingerprints"]["tokenizer"] != two["fingerprints"]["tokenizer"]
+    monkeypatch.setattr(sys, "argv", ["ppl-eval", "compare", "one", "two"])
+    cli.main()
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if "KL to the teacher" in line)
+    kls = [run["fidelity"]["kl_teacher_student_nats"] for run in (one, two)]
+    assert float(line.split()[7]) == pytest.approx(kls[1] - kls[0], abs=1e-5)
+    assert "two against one: byte ppl" in shown
+    assert shown.count("tiny_teacher (teacher)") == 1
+    assert tune(*PAIR, "output_dir=three", "max_documents=5")[0] == 0
+    monkeypatch.setattr(sys, "argv", ["ppl-eval", "compare", "one", "three"])
+    cli.main()
+    assert capsys.readouterr().out.count("tiny_teacher (teacher)") == 2
+
+
+def test_the_noise_is_of_the_coarser_dtype(tune):
+    """A bf16 copy of an fp32 teacher is not below a floor of fp32."""
+    same = (f"checkpoint_dir={TEACHER}", f"teacher_checkpoint_dir={TEACHER}")
+    assert tune(*same, "dtype=bf16", "teacher_dtype=fp32")[0] == 0
+    section = results()["fidelity"]
+    assert section["noise_floor"]["dtype"] == "bf16"
+    floor = section["noise_floor"]["kl_teacher_student_nats"]
+    assert floor / 10 < section["kl_teacher_student_nats"] < floor * 10
+    assert tune(*same)[0] == 0
+    assert results()["fidelity"]["noise_floor"]["dtype"] == "fp32"
+
+
+def test_what_is_wrong_with_the_teacher_is_said_of_the_teacher(tune, tmp_path):
+    damaged = copy_of(TEACHER, tmp_path / "damaged")
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    short = copy_of(TEACHER, tmp_path / "short", max_position_embeddings=100)
+    alone = tmp_path / "alone"
+    shutil.copytree(damaged, alone)
+    (alone / "model.safetensors").rename(alone / "adapter_model.safetensors")
+    for folder, message in (
+        (damaged, "the teacher: model.norm.weight holds NaN"),
+        (short, "the teacher: protocol.max_seq_len is 256, but the model reads at most 100"),
+        (alone, f"the teacher: {alone} holds an adapter and no model weights"),
+    ):
+        code, _, err = tune(PAIR[0], f"teacher_checkpoint_dir={folder}")
+        assert code == 1
+        assert message in err
+        assert len([line for line in err.splitlines() if "ppl_eval: error" in line]) == 1
+
+
+def test_an_infinite_divergence_is_said_of_the_divergence(held_out):
+    texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()[:2]]
+    tokenizer = hf_tokenizer(str(STUDENT))
+    student, teacher = (in_float64(folder).float() for folder in (STUDENT, TEACHER))
+    teacher.output.weight.data[7] = float("nan")
+    with pytest.raises(UserError, match="the teacher's loss is nan in document 0"):
+        evaluate(student, tokenizer, texts, max_seq_len=64, teacher=teacher)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_torchtunes_tokenizers_are_compared_by_their_files(tune, tmp_path, swap):
+    """As sections of distillation configs name them; two merges change places."""
+    from tokenizers.implementations import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    text = "the cat sat on the mat and the dog sat on the cat"
+    bpe.train_from_iterator([text] * 9, vocab_size=275)
+    folders = []
+    for name, source in (("student", STUDENT), ("teacher", TEACHER)):
+        folders.append(copy_of(source, tmp_path / name))
+        for path in folders[-1].glob("tokenizer*"):
+            path.unlink()
+        bpe.save_model(str(folders[-1]))
+    if swap:
+        merges = (folders[1] / "merges.txt").read_text().splitlines()
+        merges[-1], merges[-2] = merges[-2], merges[-1]
+        (folders[1] / "merges.txt").write_text("\n".join(merges) + "\n")
+    tokenizer = "torchtune.models.qwen2.qwen2_tokenizer"
+    code, _, err = tune(
+        f"checkpoint_dir={folders[0]}",
+        f"teacher_checkpoint_dir={folders[1]}",
+        f"tokenizer._component_={tokenizer}",
+        f"tokenizer.path={folders[0] / 'vocab.json'}",
+        f"tokenizer.merges_file={folders[0] / 'merges.txt'}",
+        "protocol.add_bos=false",
+    )
+    assert ("student and teacher have different tokenizers" in err) == swap
+    assert code == int(swap), err
+
+
 REFUSED = {
     "half a teacher": (
         [f"checkpoint_dir={STUDENT}", "teacher_model._component_=torchtune.models.llama3.llama3"],
@@ -256,6 +368,18 @@ REFUSED = {
         "teacher_parallel has tp(2) * cp(1) = 2 and parallel has tp(1) * cp(1) = 1",
     ),
     "degree": ([*PAIR, "teacher_parallel.cp=0"], "teacher_parallel.cp is 0, but it is at least 1"),
+    "a dtype of no teacher": (
+        [f"checkpoint_dir={STUDENT}", "teacher_dtype=bf16"],
+        "teacher_dtype is set, but there is no teacher",
+    ),
+    "a teacher of no builder": (
+        [f"checkpoint_dir={STUDENT}", "teacher_model.vocab_size=5"],
+        "teacher_model has no _component_, and there is no teacher_checkpoint_dir",
+    ),
+    "a limit without a section": (
+        [*PAIR, "fail_if.teacher.token_perplexity=2"],
+        "but of a teacher it is teacher.metrics.NAME",
+    ),
     "dtype": ([*PAIR, "teacher_dtype=int4"], "teacher_dtype is 'int4', but it is one of None, "),
     "rounded logits": ([*PAIR, "logits_dtype=model"], "but beside a teacher logits are fp32"),
 }
@@ -326,7 +450,7 @@ def test_what_does_not_make_another_tokenizer(tune, tmp_path):
         path.unlink()
     code, _, err = tune(f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={teacher}")
     assert code == 0
-    assert f"{teacher} has no tokenizer files: the teacher is taken to have the student's" in err
+    assert f"{teacher} has no tokenizer files that are known: the teacher is taken to" in err
 
 
 def test_more_rows_are_said(tune, tmp_path):

@@ -27,9 +27,9 @@ from torchtune.modules.peft import DoRALinear, get_adapter_state_dict, get_merge
 from torchtune.training import FullModelHFCheckpointer
 
 from ppl_eval import UserError, components
-from ppl_eval.model.adapter import install, merged_shard, strip
+from ppl_eval.model.adapter import install, strip
 from ppl_eval.model.folder import has_adapter
-from ppl_eval.model.low_rank import LowRank
+from ppl_eval.model.low_rank import LowRank, merged_shard
 from ppl_eval.parallel.adapted import AdaptedLinear
 from ppl_eval.parallel.tensor import check_heads, split_axes
 

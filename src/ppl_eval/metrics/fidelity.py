@@ -101,8 +101,10 @@ class Fidelity:
 
     Args:
         device: where everything is added up.
+        coarser: dtype of that of the two models which rounds more.
 
     Attributes:
+        coarser: whose rounding the noise is.
         kl: histogram of KL(teacher || student) in nats, 200 bins a decade from 1e-10 to 1e3: a
             percentile is off by 0.58 % at most.
         probability_difference: histogram of the student's probability of the right token less the
@@ -111,7 +113,10 @@ class Fidelity:
             number of tokens last (float64).
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", coarser: torch.dtype = torch.float32
+    ) -> None:
+        self.coarser = coarser
         self.kl = Histogram.logarithmic(1e-10, 1e3, 200, device)
         self.probability_difference = Histogram.linear(2000, device)
         # tokens, then sums of _PROFILE; float64 counts are exact up to 2^53

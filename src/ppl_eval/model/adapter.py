@@ -15,7 +15,6 @@ from ppl_eval.model import adapter_config, adapter_files
 from ppl_eval.model.adapter_files import Contents, Matrices, some
 from ppl_eval.model.folder import has_adapter
 from ppl_eval.model.low_rank import LowRank
-from ppl_eval.model.low_rank import merged_shard as merged_shard
 from ppl_eval.parallel.adapted import AdaptedLinear
 
 _HEAD = "output"
@@ -37,7 +36,12 @@ class Adapter:
     files: tuple[Path, ...]
     updates: dict[str, LowRank]
     warnings: tuple[str, ...]
-    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Let the matrices go, once they are in the model."""
+        self.updates.clear()
+        self.copies.clear()
 
 
 @dataclass(frozen=True)
@@ -288,7 +292,7 @@ def _warnings(
 ) -> Iterator[str]:
     dora = [name for name, update in updates.items() if update.magnitude is not None]
     if not dora and not any(update.b.any() for update in updates.values()):
-        yield f"all lora_B of the adapter in {folder} are zero: it changes nothing"
+        yield f"all lora_B of the adapter in {folder} are zero (or alpha is): it changes nothing"
     biased = [name for name in dora if linears[name].bias is not None]
     if by_torchtune and biased:
         yield (

@@ -67,6 +67,8 @@ def read_settings(path: Path) -> dict[str, Any]:
             " adapter with path_initial_model_for_weight_conversion, or merge it with PEFT's"
             " merge_and_unload() first"
         )
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(path, key, settings.get(key))
     more = [key for key in _CHANGES_MORE if settings.get(key)]
     if more:
         raise UserError(
@@ -74,6 +76,22 @@ def read_settings(path: Path) -> dict[str, Any]:
             " evaluated: merge the adapter with PEFT's merge_and_unload() first"
         )
     return settings
+
+
+def _check_pattern(path: Path, key: str, pattern: Any) -> None:
+    if pattern is None:
+        return
+    if isinstance(pattern, dict) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        for value in pattern.values()
+    ):
+        try:
+            for name in pattern:
+                re.compile(name)
+        except re.error as error:
+            raise UserError(f"{path} has a {key} that is no regular expression: {error}") from error
+        return
+    raise UserError(f"{path} has {key} {pattern!r}, but it maps names of modules to numbers")
 
 
 def is_by_torchtune(settings: Mapping[str, Any]) -> bool:

@@ -87,7 +87,7 @@ def convert_one(
     except (RuntimeError, ValueError) as error:  # q, k and fused tensors are cut up by head
         raise UserError(
             f"{name} is {tuple(tensor.shape)} in the {where}, which does not go with the heads and"
-            f" sizes in the checkpoint's config.json: {describe(error)}"
+            f" sizes in the checkpoint's config.json (are they of one model?): {describe(error)}"
         ) from error
     except Exception as error:
         if type(error) is not Exception:  # torchtune reports an unknown name by a bare one

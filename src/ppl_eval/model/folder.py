@@ -59,7 +59,8 @@ def refuse_adapter_only(folder: Path) -> None:
     if has_adapter(folder):
         raise UserError(
             f"{folder} holds an adapter and no model weights: set adapter.dir={folder}, and"
-            " checkpoint_dir to the folder of the model that it was trained on"
+            " checkpoint_dir to the folder of the model that it was trained on (a teacher's is"
+            " merged first)"
         )
 
 

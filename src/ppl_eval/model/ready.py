@@ -112,6 +112,8 @@ class ReadyModel:
             adapter=self.adapter,
             show_progress=show_progress,
         )
+        if self.adapter is not None:
+            self.adapter.forget()
 
 
 def ready_model(
@@ -193,14 +195,14 @@ def _about_adapters(
     folder = checkpointer.get("checkpoint_dir")
     beside = folder is not None and has_adapter(Path(folder))
     if adapter is not None:
-        warnings = adapter.warnings
-        if beside and adapter.folder.resolve() == Path(str(folder)).resolve():
-            warnings += (
-                f"adapter.dir is checkpoint_dir, {folder}: torchtune's recipes write weights there"
-                " that have the adapter in them, and then it counts twice; for those leave out"
-                " adapter.dir",
-            )
-        return warnings, ()
+        if not beside:
+            return adapter.warnings, ()
+        return (
+            *adapter.warnings,
+            f"adapter.dir is given, and {folder} has an adapter beside its weights: torchtune's"
+            " recipes write weights with the adapter in them, and then it counts twice; for those"
+            " leave out adapter.dir",
+        ), ()
     if beside:
         return (), (
             f"{folder} has model weights and an adapter: the weights are taken as merged, as"

@@ -91,14 +91,24 @@ def check_groups(model: nn.Module, loss_group: dist.ProcessGroup | None) -> None
     Raises:
         UserError: the model is split over ranks of that group.
     """
-    groups: set[Any] = {getattr(module, "tp_group", None) for module in model.modules()} - {None}
-    apart = set() if loss_group is None else set(dist.get_process_group_ranks(loss_group))
-    for group in groups:
-        if len(apart & set(dist.get_process_group_ranks(group))) > 1:
+    apart = ranks_of(loss_group)
+    for group in tp_groups(model):
+        if len(apart & ranks_of(group)) > 1:
             raise UserError(
                 "the model is split over tp, so not all processes read different documents: give"
                 " evaluate() the meshes, meshes=..."
             )
+
+
+def tp_groups(model: nn.Module) -> set[dist.ProcessGroup]:
+    """Groups over which :func:`split_decoder` has split the model: one, or none."""
+    groups: set[Any] = {getattr(module, "tp_group", None) for module in model.modules()}
+    return groups - {None}
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> set[int]:
+    """Global ranks of a group; empty for None, this rank alone."""
+    return set() if group is None else set(dist.get_process_group_ranks(group))
 
 
 def split_axes(model: nn.Module) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.intervals import paired_log_ratio
-from ppl_eval.report.tables import align, number, result_rows, result_table, teacher_row
+from ppl_eval.report.tables import align, number, result_rows, result_table, teacher_rows
 
 FIDELITY_COLUMNS = (
     ("ppl ratio", "perplexity_ratio"),
@@ -39,10 +39,10 @@ def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
     rows = []
     for content, name in zip(contents, names, strict=True):
         rows += result_rows(content, name, with_domains=with_domains)
-    teachers = {c["fingerprints"]["teacher"]: c for c in contents if "teacher" in c}
-    for content in teachers.values():
+    for content in {_teacher_read(c): c for c in contents if "teacher" in c}.values():
         name = Path(content["teacher"]["checkpoint_dir"] or "").name
-        rows.append(teacher_row(content, f"{name} (teacher)".strip()))
+        title = f"{name} (teacher)".strip()
+        rows += teacher_rows(content, title, with_domains=with_domains)
     lines = [result_table(rows)]
     if any("fidelity" in content for content in contents):
         lines += ["", fidelity_table(contents, names, with_domains=with_domains), ""]
@@ -82,10 +82,11 @@ def paired(
             f"{unit} ppl x {math.exp(ratio):.4f}, 95 % {low:.4f} to {high:.4f} (paired by document)"
         )
     teachers = [each.get("teacher") for each in prints]
-    if teachers[0] is None or teachers[0] != teachers[1]:
+    tokens, other_tokens = columns("scored_tokens")
+    if teachers[0] is None or teachers[0] != teachers[1] or (tokens != other_tokens).any():
         return
     kl, other_kl = columns("kl_teacher_student_sum")
-    difference, interval = paired_log_ratio(other_kl, kl, weight)
+    difference, interval = paired_log_ratio(other_kl, kl, tokens)
     if interval is not None:
         low, high = interval
         yield (
@@ -109,6 +110,12 @@ def fidelity_table(
             cells = ("-" if value is None else number(value) for value in values)
             rows.append([indent + title, *cells])
     return align(rows)
+
+
+def _teacher_read(content: dict[str, Any]) -> tuple[str, ...]:
+    """What a teacher's numbers depend on."""
+    prints = (content["fingerprints"][name] for name in ("teacher", "data", "protocol"))
+    return *prints, content["teacher"]["dtype"]
 
 
 def _documents(path: Path) -> list[dict[str, Any]]:
@@ -151,6 +158,11 @@ def notes(contents: Sequence[dict[str, Any]]) -> list[str]:
         found.append("the tokenizers differ: compare byte ppl and bits/byte, not token ppl")
     if differ("protocol"):
         found.append("the protocols differ: windows, stride, BOS or EOS are not the same")
-    if len({c["fingerprints"].get("teacher") for c in contents if "fidelity" in c}) > 1:
+    beside = [c for c in contents if "fidelity" in c]
+    if len({c["fingerprints"]["teacher"] for c in beside}) > 1:
         found.append("the teachers differ: no KL is comparable")
+    elif len({c["teacher"]["dtype"] for c in beside}) > 1:
+        found.append(
+            "the teacher was read in different dtypes: small differences of KL mean nothing"
+        )
     return found

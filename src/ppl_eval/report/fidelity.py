@@ -6,13 +6,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
+from ppl_eval.data.tokenizer import HFTokenizer
 from ppl_eval.metrics import intervals
 from ppl_eval.metrics.fidelity import SUMS, Fidelity
 from ppl_eval.metrics.perplexity import exp_or_inf
 from ppl_eval.report.results import DocumentTable
 
 WORST_DOCUMENTS = 10
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CONTEXT_TOKENS = 16
 
 _MEANS = {
@@ -43,7 +46,6 @@ def fidelity(
     found: Fidelity,
     *,
     rows: tuple[int, int],
-    dtype: str,
 ) -> dict[str, Any]:
     """Means over scored tokens, their 95 % intervals, distributions, profiles, extremes, the noise.
 
@@ -52,7 +54,6 @@ def fidelity(
         domains: name -> numbers of its documents.
         found: assembled.
         rows: of the student's and the teacher's head.
-        dtype: of the teacher.
     """
     sums = np.stack([table.sums[name] for name in SUMS])
     return {
@@ -69,7 +70,7 @@ def fidelity(
         "kl_percentiles_relative_error": 10 ** (0.5 / 200) - 1,
         "probability_difference_percentiles": found.probability_difference.percentiles(),
         "probability_difference_percentiles_error": 0.0005,
-        "noise_floor": _noise(found, dtype),
+        "noise_floor": _noise(found),
         "by_teacher_confidence": found.by_confidence(),
         "by_position": found.by_position(),
         "by_domain": {
@@ -133,26 +134,28 @@ def _intervals(table: DocumentTable) -> dict[str, list[float] | None]:
     }
 
 
-def _noise(found: Fidelity, dtype: str) -> dict[str, Any] | None:
+def _noise(found: Fidelity) -> dict[str, Any] | None:
     """The teacher as its own student, on a sample; None where it was not measured."""
     *sums, count = found.noise.tolist()
     if not count:
         return None
     values = _means(dict(zip(SUMS, sums, strict=True)), int(count))
+    dtype = _DTYPES.get(found.coarser, str(found.coarser).removeprefix("torch."))
     kept = ("kl_teacher_student_nats", "js_nats", "top1_agreement", "ln_perplexity_ratio")
     return {"dtype": dtype, "scored_tokens": int(count), **{name: values[name] for name in kept}}
 
 
 def with_texts(tokens: list[dict[str, Any]], workload: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """``worst_tokens`` with what a reader wants to see: the token, what came before it, and what
-    each model would have said; as far as the tokenizer can decode.
+    each model would have said; of torchtune's tokenizers only the token's id.
 
     Args:
         tokens: of the section.
         workload: of :mod:`ppl_eval.evaluation`.
         tokenizer: the text's.
     """
-    decode = getattr(tokenizer, "decode", None)
+    # others fail on an id that stands for nothing, which a model may well choose
+    decode = tokenizer.decode if isinstance(tokenizer, HFTokenizer) else None
     numbers = sorted({token["document"] for token in tokens})
     texts = workload.corpus.fetch(numbers)
     totals = workload.protocol.num_tokens(workload.corpus.num_tokens)
@@ -200,7 +203,7 @@ def description(content: Mapping[str, Any]) -> str:
 
     def spread(name: str) -> str:
         interval = found["interval_95"][name]
-        return "" if interval is None else f"   95 % {interval[0]:.5f} to {interval[1]:.5f}"
+        return "" if interval is None else f"   95 % {_small(interval[0])} to {_small(interval[1])}"
 
     lines = [
         ("perplexity", _ratio_line(found)),
@@ -210,10 +213,13 @@ def description(content: Mapping[str, Any]) -> str:
         ),
         (
             "",
-            f"median {percentiles['50']:.5f}, 95th percentile {percentiles['95']:.4f}, 99th"
-            f" {percentiles['99']:.4f}, largest {found['kl_maximum_nats']:.4f}",
+            f"median {_small(percentiles['50'])}, 95th percentile {_small(percentiles['95'])}, 99th"
+            f" {_small(percentiles['99'])}, largest {_small(found['kl_maximum_nats'])}",
         ),
-        ("KL(s||t), JS", f"{found['kl_student_teacher_nats']:.5f}, {found['js_nats']:.5f} nats"),
+        (
+            "KL(s||t), JS",
+            f"{_small(found['kl_student_teacher_nats'])}, {_small(found['js_nats'])} nats",
+        ),
         ("agreement", f"top-1 {found['top1_agreement']:.2%}, top-5 {found['top5_agreement']:.2%}"),
         (
             "right token",
@@ -251,6 +257,11 @@ def description(content: Mapping[str, Any]) -> str:
             )
         )
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
+
+
+def _small(value: float) -> str:
+    """With what is left of a small number: 0.06290 or 7.1e-06."""
+    return f"{value:.5f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def _ratio_line(found: Mapping[str, Any]) -> str:

@@ -32,9 +32,12 @@ def result_rows(
     return rows
 
 
-def teacher_row(content: Mapping[str, Any], name: str) -> list[str]:
-    """A row of the teacher in one results.json; it read the same tokens."""
-    return [name, *_cells({**content["teacher"], "counts": content["counts"]})]
+def teacher_rows(
+    content: Mapping[str, Any], name: str, *, with_domains: bool = True
+) -> list[list[str]]:
+    """Rows of the teacher in one results.json; it read the same tokens."""
+    whole = {**content["teacher"], "counts": content["counts"]}
+    return result_rows(whole, name, with_domains=with_domains)
 
 
 def _cells(part: Mapping[str, Any]) -> list[str]:
@@ -81,7 +84,7 @@ def describe_run(content: Mapping[str, Any]) -> str:
     dataset = config["dataset"]
     checkpoint = config["checkpointer"].get("checkpoint_dir", "")
     lines = [
-        ("model", f"{config['model']['_component_']} {checkpoint}".rstrip()),
+        ("model", f"{config['model']['_component_']} {checkpoint}".rstrip() + _adapted(config)),
         (
             "text",
             _some_of(dataset.get("data_files") or dataset.get("source"))
@@ -117,6 +120,12 @@ def describe_run(content: Mapping[str, Any]) -> str:
         text = f"token ppl {low} to {high} (95 %, clustered by document)"
         lines.insert(len(lines) - 2, ("interval", text))
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _adapted(config: Mapping[str, Any]) -> str:
+    adapter = config["adapter"]
+    how = "merged" if adapter["merge"] else "not merged"
+    return "" if adapter["dir"] is None else f", adapter {adapter['dir']} ({how})"
 
 
 def describe_workload(workload: Any, mesh: str, num_ranks: int) -> str:

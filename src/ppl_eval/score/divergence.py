@@ -45,7 +45,7 @@ BLOCK_ELEMENTS = {"cpu": 2**16}
 """Logits of a model that one pass of element-wise work takes, so that its temporaries stay in a
 CPU's cache; on other devices :data:`LARGE_BLOCK`, so that there are few kernels."""
 
-LARGE_BLOCK = 2**22
+LARGE_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def compare_logits_(
     num_columns = min(max(ids.num_shared - ids.first, 0), *(x.shape[1] for x in models))
     shared = [x[:, :num_columns] for x in models]
     columns_N = targets_N - ids.first
-    outlines = _merged([_outline(x, num_columns, columns_N) for x in models], ids)
+    is_split = ids.group is not None
+    outlines = _merged([_outline(x, num_columns, columns_N, is_split) for x in models], ids)
     for x, outline in zip(shared, outlines, strict=True):
         x.sub_(outline.largest_N.to(x.dtype).unsqueeze(1))
     log_sums_N2 = _summed(_exponentials, ids.group, *shared).log_()
@@ -151,12 +152,16 @@ class _Outline:
         return cls(top_Nk, ids_Nk, log_rest_RN.logsumexp(dim=0), target_RN.sum(dim=0))
 
 
-def _outline(x_NV: torch.Tensor, num_shared: int, columns_N: torch.Tensor) -> _Outline:
-    """Of one rank's columns; ids are columns."""
+def _outline(
+    x_NV: torch.Tensor, num_shared: int, columns_N: torch.Tensor, is_split: bool
+) -> _Outline:
+    """Of one rank's columns; ids are columns. Where they are all there are, the target is there."""
     top, top_columns = x_NV[:, :num_shared].topk(min(TOP, num_shared), dim=1)
     lacking = TOP - top.shape[1]
     absent_N = (columns_N < 0) | (columns_N >= x_NV.shape[1])
-    if x_NV.shape[1]:
+    if not is_split:
+        target_N = x_NV.gather(1, columns_N.unsqueeze(1)).squeeze(1).double()
+    elif x_NV.shape[1]:
         inside_N1 = columns_N.masked_fill(absent_N, 0).unsqueeze(1)
         target_N = x_NV.gather(1, inside_N1).squeeze(1).double().masked_fill_(absent_N, 0)
     else:

@@ -131,13 +131,17 @@ def run_to_head(
         logits_NV = rows_of(getattr(out, "logits", out))
         return then(logits_NV, Head(lambda rows_NV: rows_NV, logits_NV.shape[-1]))
 
-    def unembed(hidden_BTD: torch.Tensor) -> Any:
+    found = []
+
+    def unembed(hidden_BTD: torch.Tensor) -> torch.Tensor:
         rows_ND = decoder.norm(rows_of(hidden_BTD))
-        return then(rows_ND, Head.of(decoder.output, fp32_logits))
+        found.append(then(rows_ND, Head.of(decoder.output, fp32_logits)))
+        return rows_ND  # what the model returns goes through FSDP2, which may cast it
 
     options = {} if positions is None else {"input_pos": positions.view(-1, inputs_BT.shape[1])}
     with _unembed_replaced(decoder, unembed):
-        return model(inputs_BT, **options)
+        model(inputs_BT, **options)
+    return found[0]
 
 
 def chunks_of(count: int, size: int) -> Iterator[slice]:

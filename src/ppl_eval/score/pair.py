@@ -95,7 +95,7 @@ class PairScorer:
 
 
 def score_perturbed(
-    reader: Reader, targets_BT: torch.Tensor, scored_BT: torch.Tensor, seed: int
+    reader: Reader, targets_BT: torch.Tensor, scored_BT: torch.Tensor, seed: int, epsilon: float
 ) -> torch.Tensor:
     """A model as the student of itself: its layers' outputs are rounded once more, at random.
 
@@ -107,6 +107,7 @@ def score_perturbed(
         targets_BT: the token after each input (int64).
         scored_BT: which of them to score (bool).
         seed: of the rounding; ranks that share matrices give the same.
+        epsilon: of the dtype whose rounding it is.
 
     Returns:
         :data:`COLUMNS` [columns, B, T] (float64), 0 where nothing is scored.
@@ -115,7 +116,7 @@ def score_perturbed(
     def rows_of(hidden_BTD: torch.Tensor) -> torch.Tensor:
         return hidden_BTD[scored_BT]
 
-    with rounded_at_random(unwrapped(reader.model).layers, seed):
+    with rounded_at_random(unwrapped(reader.model).layers, seed, epsilon):
         other_ND = reader.run(rows_of, lambda rows_ND, head: rows_ND)
     targets_N = targets_BT[scored_BT]
     return _spread(
@@ -125,15 +126,15 @@ def score_perturbed(
 
 
 @contextmanager
-def rounded_at_random(layers: Iterable[nn.Module], seed: int) -> Iterator[None]:
-    """Multiply what each layer gives by 1 + u, |u| at most half the dtype's epsilon."""
+def rounded_at_random(layers: Iterable[nn.Module], seed: int, epsilon: float) -> Iterator[None]:
+    """Multiply what each layer gives by 1 + u, |u| at most half of ``epsilon``."""
 
     def hook_of(number: int) -> Callable[..., torch.Tensor]:
         def hook(module: nn.Module, args: Any, hidden: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator(hidden.device).manual_seed(seed * 1_000_003 + number)
             wide = wide_dtype(hidden)
             noise = torch.rand(hidden.shape, generator=generator, dtype=wide, device=hidden.device)
-            factor = noise.sub_(0.5).mul_(torch.finfo(hidden.dtype).eps).add_(1)
+            factor = noise.sub_(0.5).mul_(epsilon).add_(1)
             return (hidden.to(wide) * factor).to(hidden.dtype)
 
         return hook
