@@ -16,6 +16,7 @@ from ppl_eval.model.ready import num_ids
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.memory import peak_memory_gib
+from ppl_eval.placement import place
 from ppl_eval.report import environment, tables
 from ppl_eval.report.fidelity import description, fidelity, with_texts
 from ppl_eval.report.output import make_output_dir
@@ -58,6 +59,8 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             cfg.device, self.ranks.local_rank, self.ranks.world_size
         )
         self.dtype = process_group.pick_dtype(cfg.dtype, self.device)
+        if cfg.teacher_dtype is not None:
+            process_group.pick_dtype(cfg.teacher_dtype, self.device)
         self.dims = ParallelDims(
             dp_replicate=cfg.parallel.dp_replicate,
             dp_shard=cfg.parallel.dp_shard,
@@ -93,7 +96,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             logger.warning("warning: %s", warning)
         logger.info(tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size))
         with self.timer.phase("load"):
-            self.teacher = preflight.place(
+            self.teacher = place(
                 self.ready,
                 cfg,
                 self.dims,

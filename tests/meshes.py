@@ -6,6 +6,7 @@ from ppl_eval import evaluation, preflight
 from ppl_eval.config import load as load_config
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES
+from ppl_eval.placement import place
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
@@ -22,7 +23,7 @@ def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
     meshes = dims.build_mesh("cpu")
     cfg = configured(folder, mesh, *overrides, dataset=dataset)
     ready = preflight.prepare(cfg, DTYPES[cfg.dtype])
-    teacher = preflight.place(ready, cfg, dims, meshes, torch.device("cpu"))
+    teacher = place(ready, cfg, dims, meshes, torch.device("cpu"))
     return evaluation.run(
         ready.student.model,
         ready.workload,

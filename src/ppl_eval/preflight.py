@@ -16,10 +16,9 @@ from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
 from ppl_eval.parallel import process_group
-from ppl_eval.parallel.dims import Meshes, ParallelDims
+from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.report import tables
 from ppl_eval.schema import EvalConfig
-from ppl_eval.steps import Teacher
 
 
 @dataclass(frozen=True)
@@ -109,45 +108,6 @@ def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> ReadyModel:
     own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
     with of_the_teacher():
         return ready_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
-
-
-def place(
-    ready: Preflight,
-    cfg: EvalConfig,
-    dims: ParallelDims,
-    meshes: Meshes | None,
-    device: torch.device,
-    *,
-    show_progress: bool = False,
-) -> Teacher | None:
-    """Split and shard both models, and read this rank's weights of each.
-
-    Args:
-        ready: from :func:`prepare`; its models are on meta before and on ``device`` after.
-        cfg: the checked config.
-        dims: the student's.
-        meshes: the student's, or None for one process.
-        device: of this rank.
-        show_progress: show bars, if stderr is a terminal.
-
-    Returns:
-        The teacher on its meshes, if there is one.
-    """
-    reshard, its = cfg.parallel.reshard_after_forward, cfg.teacher_parallel.reshard_after_forward
-    ready.student.place(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
-    if ready.teacher is None:
-        return None
-    own_dims = teacher_dims(cfg, dims)
-    if meshes is not None and own_dims != dims:
-        meshes = own_dims.build_mesh(device.type)
-    with of_the_teacher():
-        ready.teacher.place(
-            meshes,
-            device,
-            reshard_after_forward=reshard if its is None else its,
-            show_progress=show_progress,
-        )
-    return Teacher.on(ready.teacher.model, meshes)
 
 
 def _bos_warnings(config: Mapping[str, Any], protocol: Protocol) -> Iterator[str]:
