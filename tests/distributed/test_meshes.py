@@ -268,3 +268,31 @@ def test_a_split_model_needs_its_meshes():
     for message in run_on_ranks(2, without_meshes):
         assert "the model is split over tp" in message
         assert "meshes=..." in message
+
+
+def with_cast_outputs(rank, output_dtype):
+    """NLL, and KL to a teacher, of models that a training loop has wrapped by itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(output_dtype=output_dtype)
+    models = [sharp_llama(259, seed=seed) for seed in (0, 1)]
+    for model in models:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    texts = ["the cat sat on the mat " * n for n in range(1, 6)]
+    options = {"max_seq_len": 32, "max_tokens_per_batch": 64}
+    alone = evaluate(models[0], ByteTokenizer(), texts, **options)
+    beside = evaluate(models[0], ByteTokenizer(), texts, **options, teacher=models[1])
+    kl = float(beside.ledger.column("kl_teacher_student").sum())
+    return alone.summary.total.nll_nats_sum, beside.summary.total.nll_nats_sum, kl
+
+
+def test_what_fsdp2_casts_is_not_the_loss():
+    """A policy's output_dtype rounds what a model returns; no result goes that way."""
+    plain = run_on_ranks(2, with_cast_outputs, None)
+    for found in run_on_ranks(2, with_cast_outputs, torch.bfloat16):
+        assert found == plain[0]
+        assert found[0] == pytest.approx(found[1], rel=1e-6)
