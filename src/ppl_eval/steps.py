@@ -37,13 +37,11 @@ class Teacher:
         model: on the student's device, sharded or not.
         loss_group: ranks that read different parts of windows (its batch x cp); None for this one.
         cp_group: ranks that share a window in its layout; None where none is shared.
-        measure_noise: also let it be its own student, on a sample.
     """
 
     model: nn.Module
     loss_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
-    measure_noise: bool = True
 
     @classmethod
     def on(cls, model: nn.Module, meshes: Meshes | None) -> "Teacher":
@@ -206,12 +204,12 @@ class BesideTeacher:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the teacher is to be its own student, and its layers can be rounded: those of a
-        decoder that is not compiled."""
+        """Whether the outputs of the teacher's layers can be rounded: those of a decoder that is
+        not compiled."""
         model = self._teacher.model
         decoder = unwrapped(model)
         is_decoder = hasattr(decoder, "unembed") and isinstance(decoder.layers, nn.ModuleList)
-        return self._teacher.measure_noise and is_decoder and not hasattr(model, "_orig_mod")
+        return is_decoder and not hasattr(model, "_orig_mod")
 
     def run_noise(self, whole: Batch, seed: int) -> None:
         """Let the teacher be its own student, rounded otherwise, on a batch; on every rank.

@@ -17,6 +17,7 @@ from meshes import on_mesh
 from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppl_eval import UserError, evaluate, shipped
 from ppl_eval.data import hf_tokenizer
@@ -343,6 +344,33 @@ def test_a_teacher_that_does_not_read_the_students_batches():
     for said in run_on_ranks(2, other_meshes, names):
         assert len(said) == 4
         assert all("both read the same batches on the same ranks" in each for each in said)
+
+
+def gathers(rank, *overrides):
+    """All-gathers of a run on two ranks that shard both models."""
+    count = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal count
+            count += func.namespace == "c10d" and func.overloadpacket.__name__ == "_allgather_base_"
+            return func(*args, **(kwargs or {}))
+
+    folders = (shipped.embedded_path(name) for name in (STUDENT, TEACHER))
+    with Watch():
+        report_of(*folders, (1, 2, 1, 1), *overrides)
+    return count
+
+
+def test_each_model_reshards_as_it_is_told():
+    """Layers that stay gathered are gathered once."""
+    own, its = (f"{key}.reshard_after_forward=false" for key in ("parallel", "teacher_parallel"))
+    again = "teacher_parallel.reshard_after_forward=true"
+    both, teachers, students, none = (
+        run_on_ranks(2, gathers, *overrides)[0] for overrides in ((), (own, again), (its,), (own,))
+    )
+    assert none < students < both  # 3 layers of the student's, 6 of the teacher's
+    assert none < teachers < both
 
 
 def test_data_parallelism_changes_no_bit(found):

@@ -288,12 +288,18 @@ def test_what_is_wrong_with_the_teacher_is_said_of_the_teacher(tune, tmp_path):
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, damaged / "model.safetensors", {"format": "pt"})
     short = copy_of(TEACHER, tmp_path / "short", max_position_embeddings=100)
+    few = copy_of(TEACHER, tmp_path / "few", vocab_size=300)
+    weights = load_file(few / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:300].clone()
+    save_file(weights, few / "model.safetensors", {"format": "pt"})
     alone = tmp_path / "alone"
     shutil.copytree(damaged, alone)
     (alone / "model.safetensors").rename(alone / "adapter_model.safetensors")
     for folder, message in (
         (damaged, "the teacher: model.norm.weight holds NaN"),
         (short, "the teacher: protocol.max_seq_len is 256, but the model reads at most 100"),
+        (few, "embedding has 300 rows"),
         (alone, f"the teacher: {alone} holds an adapter and no model weights"),
     ):
         code, _, err = tune(PAIR[0], f"teacher_checkpoint_dir={folder}")

@@ -14,18 +14,12 @@ import torch.distributed as dist
 from ppl_eval.metrics.ledger import NLL
 from ppl_eval.metrics.positions import NUM_BINS, context_bins
 from ppl_eval.parallel.reduce import all_gather, reduce_
-from ppl_eval.score.divergence import COLUMNS
+from ppl_eval.score.divergence import COLUMNS, MEANS
 
 SUMS = (
     *NLL,
     *(f"teacher_{name}" for name in NLL),
-    "kl_teacher_student",
-    "kl_student_teacher",
-    "js",
-    "teacher_entropy",
-    "student_entropy",
-    "top1",
-    "top5",
+    *MEANS,
     "probability_difference",
     "probability_difference_squared",
 )

@@ -2,7 +2,8 @@
 
 Parameters become DTensors on the ``tp`` mesh, so that FSDP2 shards them further and loading finds
 their placement; the products run on the local parts, because DTensor's dispatch costs more than a
-small layer. A decoder layer communicates two sums of its output, the embedding one.
+small layer. A decoder layer communicates two sums of its output, the embedding one; an unmerged
+adapter of a matrix that is split by rows one more, of its rank.
 """
 
 import re

@@ -22,9 +22,7 @@ import torch.nn.functional as F
 
 from ppl_eval.parallel.reduce import all_gather
 
-COLUMNS = (
-    "nll",
-    "teacher_nll",
+MEANS = (
     "kl_teacher_student",
     "kl_student_teacher",
     "js",
@@ -32,6 +30,13 @@ COLUMNS = (
     "student_entropy",
     "top1",
     "top5",
+)
+"""What is averaged over tokens as it stands."""
+
+COLUMNS = (
+    "nll",
+    "teacher_nll",
+    *MEANS,
     "teacher_confidence",
     "top1_id",
     "teacher_top1_id",
