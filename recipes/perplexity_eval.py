@@ -82,7 +82,9 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             process_group.start(group.backend, group.timeout_s, self.device)
             self.meshes = self.dims.build_mesh(self.device.type)
         with self.timer.phase("data"):
-            self.ready = preflight.prepare(cfg, self.dtype, process_group.world())
+            self.ready = preflight.prepare(
+                cfg, self.dtype, process_group.world(), num_ranks=self.dims.batch_size
+            )
             self.workload = self.ready.workload
             if self.ranks.rank == 0:
                 self.fingerprints = preflight.fingerprints(self.ready)
@@ -113,11 +115,13 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         bar = None
         if self.ranks.rank == 0:
             num_scored = int(self.workload.windows.num_scored.sum())
-            bar = ProgressBar(num_scored, self.metric_logger, cfg.log_every_n_steps)
+            bar = ProgressBar(
+                num_scored, self.metric_logger, cfg.log_every_n_steps, cfg.log_every_s
+            )
 
         def on_step(progress: evaluation.Progress) -> None:
             if bar is not None:
-                bar.update(progress.step, progress.num_steps, progress.num_scored, progress.running)
+                bar.update(progress)
 
         records = TokenRecords() if cfg.save_tokens else None
         with self.timer.phase("evaluate"):
@@ -131,6 +135,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 teacher=self.teacher,
                 fp32_logits=cfg.logits_dtype == "fp32",
                 records=records,
+                noise_floor=cfg.noise_floor,
                 on_step=on_step,
                 check_every=cfg.log_every_n_steps,
             )

@@ -252,6 +252,7 @@ def _check_values(config: EvalConfig) -> None:
     at_least("max_tokens_per_batch", config.max_tokens_per_batch, 1)
     at_least("max_documents", config.max_documents, 1)
     at_least("log_every_n_steps", config.log_every_n_steps, 1)
+    at_least("log_every_s", config.log_every_s, 0)
     at_least("seed", config.seed, 0)
     at_least("teacher_parallel.tp", config.teacher_parallel.tp, 1)
     at_least("teacher_parallel.cp", config.teacher_parallel.cp, 1)

@@ -16,7 +16,7 @@ from torch import nn
 from ppl_eval.data.batch import collate
 from ppl_eval.data.documents import as_documents, come_as_tokens
 from ppl_eval.data.encode import EncodedCorpus, check_ids, encode_corpus
-from ppl_eval.data.plan import Plan, make_plan
+from ppl_eval.data.plan import Plan, batch_budget, make_plan
 from ppl_eval.data.protocol import Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.data.windows import Windows
@@ -30,7 +30,15 @@ from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.head import unwrapped
-from ppl_eval.steps import Alone, BesideTeacher, Teacher, check_meshes, evaluating, noise_batches
+from ppl_eval.steps import (
+    Alone,
+    BesideTeacher,
+    Teacher,
+    check_meshes,
+    evaluating,
+    noise_batches,
+    noise_sample,
+)
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,18 @@ class Progress:
     """Where a run stands after a step.
 
     Attributes:
-        step: steps done, from 1.
-        num_steps: steps in all.
+        step: steps done, from 1; those of the noise floor come after ``num_steps``.
+        num_steps: steps that score.
         num_scored: tokens that all ranks together have scored so far.
+        share: of the run's forward work that all ranks together have done, in input positions; the
+            noise floor is part of it.
         running: this rank's own sums so far; reading them waits for the device.
     """
 
     step: int
     num_steps: int
     num_scored: int
+    share: float
     running: Perplexity
 
 
@@ -89,10 +100,11 @@ def prepare(
     documents: Iterable[Any],
     protocol: Protocol,
     *,
-    max_tokens_per_batch: int = 8192,
+    max_tokens_per_batch: int,
     max_documents: int | None = None,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
+    on_encode: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Read, tokenise, cut into windows and plan.
 
@@ -105,6 +117,7 @@ def prepare(
         max_documents: take the first N documents.
         vocab_size: rows of the model's embedding; an id outside is an error.
         group: ranks that share the work of tokenising, or None for this rank alone.
+        on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
 
     Raises:
         UserError: a bad row, an empty corpus, or one in which no token has any context.
@@ -128,6 +141,7 @@ def prepare(
         vocab_size=vocab_size,
         count_words=protocol.rule.count_words,
         group=group,
+        on_encode=on_encode,
     )
     windows = protocol.windows(corpus.num_tokens)
     if len(windows) == 0:
@@ -138,7 +152,7 @@ def prepare(
     plan = make_plan(
         windows,
         max_tokens_per_batch=max_tokens_per_batch,
-        row_positions=protocol.max_seq_len if protocol.rule.packs else None,
+        row_positions=protocol.row_positions,
     )
     return Workload(corpus, protocol, windows, plan)
 
@@ -160,6 +174,7 @@ def run(
     teacher: Teacher | None = None,
     fp32_logits: bool = True,
     records: TokenRecords | None = None,
+    noise_floor: bool = True,
     on_step: Callable[[Progress], None] | None = None,
     check_every: int | None = None,
 ) -> Evaluation:
@@ -177,7 +192,8 @@ def run(
         teacher: reads the same windows in the same pass; its logits and the model's are fp32 then.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
         records: filled with every token that this rank scores.
-        on_step: called on this rank after every step.
+        noise_floor: with a teacher, measure what another rounding of it would give.
+        on_step: called on this rank after every step, those of the noise floor included.
         check_every: steps between looks for a NaN or infinite loss among this rank's own (each
             waits for the device). Only a rank that has one raises, so give it where such an error
             ends all processes. None: only at the end, when all ranks raise.
@@ -202,18 +218,30 @@ def run(
     num_parts = 1 if context is None else context.size
     ledger = Ledger(len(windows), device, num_parts, steps.columns)
     sources = (plan, windows, workload.corpus, workload.protocol)
+    sample = range(0)
+    if isinstance(steps, BesideTeacher) and noise_floor and steps.measures_noise:
+        sample = noise_sample(len(plan.batches))
+    # two forwards of each position: a batch is read by both models, for the noise twice by one
+    work = np.cumsum([*plan.num_positions, *(plan.num_positions[number] for number in sample)])
+
+    def tell(step: int, num_read: int) -> None:
+        """Report ``step``, with which all ranks together have read so many batches."""
+        if on_step is not None:
+            scored = num_scored[min(num_read, len(num_scored)) - 1]
+            share = work[min(num_read, len(work)) - 1] / work[-1]
+            on_step(Progress(step, num_steps, int(scored), float(share), steps.running))
+
     with evaluating(models, contexts):
         for step in range(num_steps):
             number = plan.batch_of(step, batch_rank, num_batch_ranks)
             steps.run(collate(number, *sources), ledger)
             if check_every is not None and (step + 1) % check_every == 0:
                 _raise_if_not_finite(ledger, workload)
-            if on_step is not None:
-                last = min((step + 1) * num_batch_ranks, len(num_scored)) - 1
-                on_step(Progress(step + 1, num_steps, int(num_scored[last]), steps.running))
-        if isinstance(steps, BesideTeacher) and steps.measures_noise:
-            for number in noise_batches(len(plan.batches), batch_rank, num_batch_ranks):
+            tell(step + 1, min((step + 1) * num_batch_ranks, len(plan.batches)))
+        if isinstance(steps, BesideTeacher):
+            for turn, number in enumerate(noise_batches(sample, batch_rank, num_batch_ranks), 1):
                 steps.run_noise(collate(number, *sources), seed=number or 0)
+                tell(num_steps + turn, len(plan.batches) + turn * num_batch_ranks)
     ledger.assemble(loss_group)
     steps.assemble(loss_group)
     _raise_if_not_finite(ledger, workload)
@@ -271,13 +299,14 @@ def evaluate(
     add_bos: bool | str = "auto",
     add_eos: bool = False,
     separator: str | None = None,
-    max_tokens_per_batch: int = 8192,
+    max_tokens_per_batch: int | None = None,
     max_documents: int | None = None,
     fp32_logits: bool = True,
     group: dist.ProcessGroup | None = None,
     meshes: Meshes | None = None,
     teacher: nn.Module | None = None,
     teacher_meshes: Meshes | None = None,
+    noise_floor: bool = True,
 ) -> Evaluation:
     """Perplexity of a model that is already built and, if at all, sharded.
 
@@ -295,7 +324,8 @@ def evaluate(
         add_bos: True, False, or ``auto``: as the tokenizer has it.
         add_eos: score an EOS after each document.
         separator: between texts that the protocol joins; None: the protocol's own.
-        max_tokens_per_batch: input positions of a batch at most, padding included.
+        max_tokens_per_batch: input positions of a batch at most, padding included; None: 1,024 on
+            a CPU, 8,192 on CUDA.
         max_documents: take the first N documents.
         fp32_logits: see :func:`ppl_eval.score.head.score`.
         group: the ranks that read different documents. None: all processes, which is right for
@@ -306,6 +336,8 @@ def evaluate(
         teacher: a model with the same tokenizer, on the same device, that reads the same windows;
             the result then has ``teacher`` and ``fidelity``.
         teacher_meshes: the teacher's, if it is split otherwise; ``meshes`` if not given.
+        noise_floor: with a teacher, measure what another rounding of it would give: one batch in
+            sixteen is read by it twice more.
 
     Raises:
         UserError: a bad row, an empty corpus, a window longer than the model allows, a NaN loss.
@@ -331,12 +363,13 @@ def evaluate(
     models = [model] if teacher is None else [model, teacher]
     for each in models:
         check_window(each, rule.max_seq_len)
+    device = _device_of(model)
     sizes = [size for size in map(vocab_size_of, models) if size is not None]
     workload = prepare(
         tokenizer,
         documents,
         rule,
-        max_tokens_per_batch=max_tokens_per_batch,
+        max_tokens_per_batch=batch_budget(max_tokens_per_batch, device.type),
         max_documents=max_documents,
         vocab_size=min(sizes, default=None),
         group=group if meshes is None else world,
@@ -344,12 +377,13 @@ def evaluate(
     return run(
         model,
         workload,
-        device=_device_of(model),
+        device=device,
         batch_group=group if meshes is None else meshes.batch.get_group(),
         loss_group=group if meshes is None else meshes.loss.get_group(),
         cp_group=None if meshes is None else meshes.cp.get_group(),
         teacher=None if teacher is None else _beside(teacher, teacher_meshes or meshes, group),
         fp32_logits=fp32_logits,
+        noise_floor=noise_floor,
     )
 
 

@@ -12,13 +12,14 @@ import torch
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval.config import load as load_config
+from ppl_eval.data.plan import batch_budget
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
 from ppl_eval.model.adapter import strip
 from ppl_eval.model.agree import read_config_beside
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.process_group import DTYPES
+from ppl_eval.parallel.process_group import DTYPES, device_type
 from ppl_eval.parallel.tensor import check_heads, split_axes
 from ppl_eval.report.tables import align
 from ppl_eval.schema import EvalConfig
@@ -238,7 +239,10 @@ def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) 
         )
         every.append(own.beside(teachers[0]) if teachers else own)
     fit = [one for one in every if one.total <= device_memory_mib * MIB]
-    name = f"{cfg.model['_component_']} in {cfg.dtype}, batches of {positions:,} positions"
+    kind = device_type(cfg.device)
+    name = (
+        f"{cfg.model['_component_']} in {cfg.dtype} on {kind}, batches of {positions:,} positions"
+    )
     if cfg.has_teacher:
         dtype = cfg.teacher_dtype or cfg.dtype
         name += f", beside {cfg.teacher_model['_component_']} in {dtype} on the same mesh"
@@ -290,7 +294,8 @@ def _row(one: Estimate) -> list[str]:
 def _positions(cfg: EvalConfig) -> int:
     """Most positions of a batch: a window that is longer than the budget is a batch of its own."""
     window = cfg.protocol.max_seq_len or RULES[cfg.protocol.name].max_seq_len
-    return max(cfg.max_tokens_per_batch, window)
+    kind = device_type(cfg.device)
+    return max(batch_budget(cfg.max_tokens_per_batch, kind), window)
 
 
 def _divisors(number: int) -> list[int]:

@@ -12,12 +12,15 @@ from ppl_eval.beside import check_tokenizer, of_the_teacher, teacher_degrees, te
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
+from ppl_eval.data.plan import batch_budget, largest_budget_for
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.plural import counted
 from ppl_eval.report import tables
+from ppl_eval.report.progress import TokenisingProgress
 from ppl_eval.schema import EvalConfig
 
 
@@ -43,14 +46,19 @@ class Preflight:
 
 
 def prepare(
-    cfg: EvalConfig, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    cfg: EvalConfig,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    *,
+    num_ranks: int = 1,
 ) -> Preflight:
     """Check everything that can be checked without reading a weight.
 
     Args:
-        cfg: the checked config.
+        cfg: the checked config; ``max_tokens_per_batch``, if null, is filled in.
         dtype: of the model's parameters.
         group: ranks that share the work of tokenising, or None for this process alone.
+        num_ranks: data-parallel ranks that will share the batches.
 
     Raises:
         UserError: whatever is wrong with checkpoint, model section, tokenizer, text or protocol.
@@ -84,20 +92,28 @@ def prepare(
         notes += tuple(f"the teacher: {note}" for note in teacher.notes)
         warnings += tuple(f"the teacher: {warning}" for warning in teacher.warnings)
         notes += tuple(check_tokenizer(cfg, tokenizer, *map(num_ids, models)))
+    budget = batch_budget(cfg.max_tokens_per_batch, process_group.device_type(cfg.device))
+    cfg.max_tokens_per_batch = budget
     workload = evaluation.prepare(
         tokenizer,
         build_dataset(cfg.dataset, "dataset", tokenizer),
         protocol,
-        max_tokens_per_batch=cfg.max_tokens_per_batch,
+        max_tokens_per_batch=budget,
         max_documents=cfg.max_documents,
         vocab_size=min(map(num_ids, models)),
         group=group,
+        on_encode=(
+            TokenisingProgress(cfg.log_every_s)
+            if group is None or dist.get_rank(group) == 0
+            else None
+        ),
     )
     warnings = (
         *warnings,
         *_bos_warnings(student.config, protocol),
         *_loss_warnings(workload),
         *_cut_warnings(workload, getattr(tokenizer, "max_seq_len", None)),
+        *_idle_warnings(workload, num_ranks, budget),
     )
     return Preflight(student, teacher, tokenizer, workload, warnings, notes)
 
@@ -141,6 +157,23 @@ def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[
         )
 
 
+def _idle_warnings(workload: evaluation.Workload, num_ranks: int, budget: int) -> Iterator[str]:
+    plan, positions = workload.plan, workload.protocol.row_positions
+    num_idle = num_ranks - len(plan.batches)
+    if num_idle <= 0:
+        return
+    enough = largest_budget_for(num_ranks, workload.windows, budget, positions)
+    if enough is None:
+        rows = counted(plan.num_rows, "window" if positions is None else "packed row")
+        advice = f"the text has no more than {rows}, so take fewer processes"
+    else:
+        advice = f"max_tokens_per_batch={enough} gives each of them some"
+    yield (
+        f"{num_ranks} data-parallel ranks share {counted(len(plan.batches), 'batch')}, so"
+        f" {counted(num_idle, 'rank')} will have no work: {advice}"
+    )
+
+
 def fingerprints(ready: Preflight) -> dict[str, str]:
     """What the number depends on, in short hashes."""
     teacher = {} if ready.teacher is None else {"teacher": ready.teacher.fingerprint()}
@@ -170,7 +203,7 @@ def describe(args: Sequence[str], num_processes: int) -> str:
     }
     dims = ParallelDims(**degrees, world_size=num_processes)
     dtype = process_group.DTYPES[cfg.dtype]
-    ready = prepare(cfg, dtype)
+    ready = prepare(cfg, dtype, num_ranks=dims.batch_size)
     workload, plan = ready.workload, ready.workload.plan
     corpus, windows = workload.corpus, workload.windows
     lines = {

@@ -81,9 +81,10 @@ class EvalConfig:
     teacher_checkpointer: dict[str, Any] = field(default_factory=dict)
     teacher_parallel: TeacherParallelConfig = field(default_factory=TeacherParallelConfig)
     teacher_dtype: str | None = None
+    noise_floor: bool = True
     dataset: dict[str, Any] = field(default_factory=dict)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    max_tokens_per_batch: int = 8192
+    max_tokens_per_batch: int | None = None
     max_documents: int | None = None
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
     save_tokens: bool = False
@@ -96,6 +97,7 @@ class EvalConfig:
     seed: int = 1234
     metric_logger: dict[str, Any] = field(default_factory=dict)
     log_every_n_steps: int = 10
+    log_every_s: float = 30
     log_peak_memory_stats: bool = True
     log_level: str = "INFO"
 

@@ -250,13 +250,16 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return torch.float32 if first is None or not first.is_floating_point() else first.dtype
 
 
-def noise_batches(num_batches: int, batch_rank: int, num_ranks: int) -> Iterator[int | None]:
-    """Numbers of the batches that a rank reads for the noise, None for one that counts nothing.
+def noise_sample(num_batches: int) -> range:
+    """Numbers of the batches that are read for the noise: every 16th, whatever the ranks."""
+    return range(0, num_batches, NOISE_EVERY)
 
-    The sample is every 16th batch of the plan, whatever the number of ranks; all ranks have as many
-    turns, as few as there can be.
+
+def noise_batches(sample: range, batch_rank: int, num_ranks: int) -> Iterator[int | None]:
+    """Those of a sample that a rank reads, None for one that counts nothing.
+
+    All ranks have as many turns, as few as there can be.
     """
-    sample = range(0, num_batches, NOISE_EVERY)
     for begin in range(0, len(sample), num_ranks):
         place = begin + batch_rank
         yield sample[place] if place < len(sample) else None

@@ -148,9 +148,11 @@ def check(case, rows, world_size):
 
 
 def test_the_table_has_all_that_fit_the_least_communication_first():
-    args = ["--config", "llama3_1/70B_ppl_eval"]
+    args = ["--config", "llama3_1/70B_ppl_eval", "device=cuda"]
     lines = planner.describe(args, 8, 24 * 1024).splitlines()
-    assert lines[0].startswith("torchtune.models.llama3_1.llama3_1_70b in bf16, batches of 8,192")
+    assert lines[0].startswith(
+        "torchtune.models.llama3_1.llama3_1_70b in bf16 on cuda, batches of 8,192"
+    )
     rows = [line.split() for line in lines[5:]]
     assert 0 < len(rows) < 20
     assert lines[1].startswith(f"{len(rows)} of 20 meshes on 8 processes fit into 24,576 MiB")
@@ -163,17 +165,31 @@ def test_the_table_has_all_that_fit_the_least_communication_first():
     assert roomy[5].split()[-4:] == ["0"] * 4
 
 
+def test_the_budget_of_a_batch_is_the_device_s():
+    """One window of 512 tokens, 1,024 positions on a CPU and 8,192 on a GPU, or what is given."""
+    args = ["--config", "llama3_2/1B_ppl_eval", "protocol.max_seq_len=512"]
+    for given, positions in (
+        (["device=cpu"], "cpu, batches of 1,024 "),
+        (["device=cuda:1"], "cuda, batches of 8,192 "),
+        (["device=cpu", "max_tokens_per_batch=4000"], "cpu, batches of 4,000 "),
+        (["device=cpu", "max_tokens_per_batch=100"], "cpu, batches of 512 "),
+    ):
+        assert positions in planner.describe([*args, *given], 1, 80 * 1024)
+
+
 def test_a_teacher_lies_on_the_same_mesh():
     """Of the 8B's 8 kv heads and the 1B's: parameters of both, exactly."""
-    args = ["--config", "llama3_2/8B_to_1B_KD_ppl_eval"]
+    args = ["--config", "llama3_2/8B_to_1B_KD_ppl_eval", "device=cuda"]
     lines = planner.describe(args, 8, 80 * 1024).splitlines()
-    assert "llama3_2_1b in bf16, batches of 8,192 positions, beside " in lines[0]
+    assert "llama3_2_1b in bf16 on cuda, batches of 8,192 positions, beside " in lines[0]
     assert lines[0].endswith("llama3_1_8b in bf16 on the same mesh")
     parameters = 8_030_261_248 + 1_235_814_400  # as the publishers have them
     rows = {tuple(line.split()[:4]): line.split()[4:] for line in lines[5:]}
     whole = rows["8", "1", "1", "1"]
     assert float(whole[0].replace(",", "")) == pytest.approx(2 * parameters / 2**20, abs=1)
-    alone = planner.describe(["--config", "llama3_1/8B_ppl_eval"], 8, 80 * 1024).splitlines()
+    alone = planner.describe(
+        ["--config", "llama3_1/8B_ppl_eval", "device=cuda"], 8, 80 * 1024
+    ).splitlines()
     alone = {tuple(line.split()[:4]): line.split()[4:] for line in alone[5:]}
     for degrees, row in rows.items():
         assert float(row[4].replace(",", "")) > float(alone[degrees][4].replace(",", ""))
@@ -181,11 +197,11 @@ def test_a_teacher_lies_on_the_same_mesh():
 
 def test_nothing_fits():
     with pytest.raises(UserError) as error:
-        planner.describe(["--config", "llama3_1/70B_ppl_eval"], 2, 16 * 1024)
+        planner.describe(["--config", "llama3_1/70B_ppl_eval", "device=cuda"], 2, 16 * 1024)
     assert str(error.value).startswith(
-        "torchtune.models.llama3_1.llama3_1_70b in bf16, batches of 8,192 positions: none of 4"
-        " meshes on 2 processes fits into 16,384 MiB; dp_replicate=1 dp_shard=1 cp=1 tp=2 needs"
-        " least, "
+        "torchtune.models.llama3_1.llama3_1_70b in bf16 on cuda, batches of 8,192 positions: none"
+        " of 4 meshes on 2 processes fits into 16,384 MiB; dp_replicate=1 dp_shard=1 cp=1 tp=2"
+        " needs least, "
     )
     with pytest.raises(UserError, match="both are above 0"):
         planner.describe(["--config", "llama3_1/70B_ppl_eval"], 0, 1024)

@@ -60,7 +60,8 @@ def test_the_surface_that_users_share_stays():
         *("max_tokens_per_batch", "max_documents", "device", "dtype", "logits_dtype", "seed"),
         *(f"parallel.{k}" for k in ("dp_replicate", "dp_shard", "cp", "tp")),
         *("parallel.reshard_after_forward", "process_group.backend", "process_group.timeout_s"),
-        *("log_every_n_steps", "log_peak_memory_stats", "log_level"),
+        *("log_every_n_steps", "log_every_s", "log_peak_memory_stats", "log_level"),
+        "noise_floor",
     }
 
 
@@ -75,6 +76,7 @@ mistakes = {
     "max_documents=0": "max_documents is 0, but it is at least 1",
     "max_tokens_per_batch=-1": "max_tokens_per_batch is -1",
     "log_every_n_steps=0": "log_every_n_steps is 0",
+    "log_every_s=-1": "log_every_s is -1",
     "process_group.timeout_s=0": "timeout_s is 0",
     "process_group.backend=mpi": "backend is 'mpi', but it is one of auto, gloo, nccl",
     "protocol.name=sliding": "protocol.name is 'sliding', but it is one of document",

@@ -272,8 +272,43 @@ def test_progress_counts_every_token(bytes_model):
     seen: list[Progress] = []
     result = evaluation.run(bytes_model, work, device=torch.device("cpu"), on_step=seen.append)
     assert [p.step for p in seen] == list(range(1, len(work.plan.batches) + 1))
+    done = [sum(work.plan.num_positions[: p.step]) for p in seen]
+    assert [p.share for p in seen] == [n / done[-1] for n in done]
     assert seen[-1].num_scored == result.summary.total.num_scored
     assert seen[-1].running.compute() == pytest.approx(result.perplexity)
+
+
+def test_progress_counts_the_noise_floor(bytes_model):
+    """35 batches of one position beside a teacher; numbers 0, 16 and 32 are read again."""
+    from ppl_eval import evaluation
+    from ppl_eval.data.protocol import make_protocol
+    from ppl_eval.steps import Teacher
+
+    protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
+    work = evaluation.prepare(ByteTokenizer(), ["a"] * 35, protocol, max_tokens_per_batch=1)
+    for noise_floor, steps in ((True, 38), (False, 35)):
+        seen: list[Progress] = []
+        result = evaluation.run(
+            bytes_model,
+            work,
+            device=torch.device("cpu"),
+            teacher=Teacher(bytes_model),
+            noise_floor=noise_floor,
+            on_step=seen.append,
+        )
+        assert [p.share for p in seen] == [n / steps for n in range(1, steps + 1)]
+        assert [p.num_scored for p in seen] == [min(n, 35) for n in range(1, steps + 1)]
+        assert result.fidelity.noise[-1] == (3 if noise_floor else 0)
+
+
+def test_the_budget_of_a_cpu_is_1024_positions(bytes_model):
+    """100 windows of 30 input positions: 34 in each batch but the last."""
+    texts = ["x" * 30] * 100
+    for budget, size in ((None, 34), (60, 2)):
+        result = evaluate(
+            bytes_model, ByteTokenizer(), texts, max_seq_len=31, max_tokens_per_batch=budget
+        )
+        assert [len(batch) for batch in result.workload.plan.batches][:2] == [size] * 2
 
 
 def test_two_tokenizers_are_compared_by_byte():

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppl_eval.data.plan import make_plan
+from ppl_eval.data.plan import largest_budget_for, make_plan
 from ppl_eval.data.protocol import Protocol
 
 lengths = st.lists(st.integers(0, 120), min_size=1, max_size=40)
@@ -90,3 +90,27 @@ def test_packing_saves_rows():
     windows = Protocol(33, None, 1, name="packed").windows(np.asarray([4] * 40))
     plan = make_plan(windows, max_tokens_per_batch=66, row_positions=33)
     assert plan.num_positions.tolist() == [64, 64, 32]
+
+
+@given(
+    st.lists(st.integers(2, 120), min_size=1, max_size=40),
+    st.integers(1, 400),
+    st.integers(1, 40),
+    st.sampled_from([None, 33]),
+)
+def test_the_largest_budget_that_gives_each_rank_a_batch(lengths, budget, num_more, row_positions):
+    """It does, one more does not; none where there are fewer rows than ranks."""
+    name = "document" if row_positions is None else "packed"
+    windows = Protocol(33, None, 1, name=name).windows(np.asarray(lengths))
+
+    def num_batches(budget):
+        plan = make_plan(windows, max_tokens_per_batch=budget, row_positions=row_positions)
+        return len(plan.batches)
+
+    plan = make_plan(windows, max_tokens_per_batch=budget, row_positions=row_positions)
+    num_ranks = len(plan.batches) + num_more
+    found = largest_budget_for(num_ranks, windows, budget, row_positions)
+    if found is None:
+        assert num_batches(1) < num_ranks
+    else:
+        assert num_batches(found) >= num_ranks > num_batches(found + 1)

@@ -104,6 +104,7 @@ def encode_corpus(
     vocab_size: int | None = None,
     count_words: Callable[[str], int] = lambda text: len(text.split()),
     group: dist.ProcessGroup | None = None,
+    on_encode: Callable[[int, int], None] | None = None,
 ) -> EncodedCorpus:
     """Tokenise this rank's share and add up the counts over ``group``.
 
@@ -114,6 +115,8 @@ def encode_corpus(
         count_words: of a text.
         group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
             counts everything.
+        on_encode: called on this rank with the documents of its share that are done, and all of
+            its share, after every few of them.
 
     Raises:
         UserError: a token id that the model does not have, or ranks that see different corpora.
@@ -124,7 +127,10 @@ def encode_corpus(
     _check_same_length(len(documents), group)
     lost_bytes = getattr(tokenizer, "lost_bytes", lambda text: 0)
     fault = None
-    for start in range(rank * _SHARE, len(documents), size * _SHARE):
+    starts = range(rank * _SHARE, len(documents), size * _SHARE)
+    num_own = sum(min(_SHARE, len(documents) - start) for start in starts)
+    num_done = 0
+    for start in starts:
         numbers = range(start, min(start + _SHARE, len(documents)))
         chosen = documents[start : numbers.stop]
         try:
@@ -145,6 +151,9 @@ def encode_corpus(
                 np.frombuffer(digest, dtype=np.int64)[0],
             )
             ids[number] = token_ids
+        num_done += len(numbers)
+        if on_encode is not None:
+            on_encode(num_done, num_own)
     counts[0, 0] = _FAULT if fault else counts[0, 0]
     reduce_(torch.from_numpy(counts), group)
     if counts[0, 0] >= _FAULT:

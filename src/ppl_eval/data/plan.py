@@ -7,6 +7,10 @@ import numpy as np
 from ppl_eval import fingerprint
 from ppl_eval.data.windows import Windows
 
+CPU_BUDGET, GPU_BUDGET = 1024, 8192
+"""Input positions of a batch at most, where none are given. A CPU is busy with one window of 1,024
+tokens: more of them at a time cost padding, and leave ranks without work."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -28,6 +32,11 @@ class Plan:
     num_positions: np.ndarray
     fingerprint: str
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all batches."""
+        return sum(int(rows[-1]) + 1 for rows in self.rows)
+
     def num_steps(self, num_ranks: int) -> int:
         """Steps that every one of ``num_ranks`` data-parallel ranks runs."""
         return -(-len(self.batches) // num_ranks)
@@ -43,6 +52,36 @@ class Plan:
         """
         number = step * num_ranks + rank
         return number if number < len(self.batches) else None
+
+
+def batch_budget(given: int | None, device_type: str) -> int:
+    """``max_tokens_per_batch`` as given, or what suits the type of device."""
+    if given is not None:
+        return given
+    return CPU_BUDGET if device_type == "cpu" else GPU_BUDGET
+
+
+def largest_budget_for(
+    num_ranks: int, windows: Windows, most: int, row_positions: int | None = None
+) -> int | None:
+    """The largest ``max_tokens_per_batch`` that gives each data-parallel rank a batch.
+
+    Args:
+        num_ranks: of these.
+        windows: of the whole corpus.
+        most: the largest budget that may be.
+        row_positions: see :func:`make_plan`.
+
+    Returns:
+        The budget, or None if there are fewer rows than ranks.
+    """
+    # a larger budget never makes more batches, and a budget of 1 makes one of each row
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        made = make_plan(windows, max_tokens_per_batch=middle, row_positions=row_positions)
+        low, high = (middle, high) if len(made.batches) >= num_ranks else (low, middle - 1)
+    return low or None
 
 
 def make_plan(

@@ -167,6 +167,11 @@ class Protocol:
         """
         return self.rule.windows(self.num_tokens(num_text_tokens), self)
 
+    @property
+    def row_positions(self) -> int | None:
+        """Positions of a row that several windows share; None: each has a row of its own."""
+        return self.max_seq_len if self.rule.packs else None
+
     def num_tokens(self, num_text_tokens: np.ndarray) -> np.ndarray:
         """Tokens by document, with those that the protocol adds to be scored."""
         opening = int(self.opening_id is not None)

@@ -11,6 +11,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of dtypes in a config."""
 
 
+def device_type(name: str | None) -> str:
+    """``cpu`` or ``cuda``: what a device called ``name`` is; of None the best there is."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name.partition(":")[0]
+
+
 def pick_device(name: str | None, local_rank: int, num_processes: int = 1) -> torch.device:
     """The device that this process computes on; on CUDA also made the current one.
 
@@ -23,7 +30,7 @@ def pick_device(name: str | None, local_rank: int, num_processes: int = 1) -> to
         UserError: a device that this machine or this build of torch lacks.
     """
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = device_type(None)
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -1,5 +1,7 @@
 """What one sees and logs while a run goes on."""
 
+import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -8,7 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ppl_eval.metrics.perplexity import Perplexity
+from ppl_eval.plural import counted
+
+logger = logging.getLogger("ppl_eval")
+
+_TOKENISING_AFTER_S = 10
 
 
 class Timer:
@@ -29,42 +35,118 @@ class Timer:
         self.seconds[name] = time.perf_counter() - begin
 
 
-class ProgressBar:
-    """A tqdm bar of scored tokens, and a line to the metric logger every few steps.
-
-    For rank 0. The bar shows tokens per second of all ranks, the time that is left, and the running
-    perplexity of rank 0's own windows; it is silent when stderr is not a terminal.
+class _Display:
+    """A bar on a terminal, lines in the log elsewhere; silent above log level INFO.
 
     Args:
-        num_scored: tokens to score in all.
-        metric_logger: torchtune's interface (``log_dict``).
-        every: steps between two readings of the running perplexity, which wait for the device.
+        every_s: seconds between two lines.
+        after_s: seconds before the bar is drawn, and before the first line if lines are rarer.
     """
 
-    def __init__(self, num_scored: int, metric_logger: Any, every: int) -> None:
-        self._bar = tqdm(
-            total=num_scored,
-            unit="tok",
-            unit_scale=True,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
-        self._metric_logger = metric_logger
-        self._every = every
+    def __init__(self, every_s: float, after_s: float | None = None) -> None:
+        self._every_s = every_s
         self._begin = time.perf_counter()
+        self._next_line = self._begin + min(every_s, after_s or every_s)
+        self._on_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._bar = tqdm(
+            total=1.0,
+            bar_format="{percentage:3.0f} %|{bar}| {desc}",
+            dynamic_ncols=True,
+            miniters=0,
+            delay=after_s or 0,
+            disable=not (self._on_terminal and logger.isEnabledFor(logging.INFO)),
+        )
 
-    def update(self, step: int, num_steps: int, num_scored: int, running: Perplexity) -> None:
-        """Note that ``num_scored`` tokens are done after ``step`` of ``num_steps``."""
-        if step % self._every == 0 or step in (1, num_steps):
-            perplexity = running.compute()
-            self._bar.set_postfix_str(f"ppl {perplexity:.4g}", refresh=False)
-            values = {
-                "running_perplexity": perplexity,
-                "tokens_per_s": num_scored / (time.perf_counter() - self._begin),
-            }
-            self._metric_logger.log_dict(values, step=step)
-        self._bar.update(num_scored - self._bar.n)
+    def show(self, share: float, line: str, short: str) -> None:
+        """Show how far it is.
+
+        Args:
+            share: of the work that is done, above 0.
+            line: for the log.
+            short: for the bar.
+        """
+        now = time.perf_counter()
+        left = tqdm.format_interval((now - self._begin) * (1 - share) / share)
+        self._bar.set_description_str(f"{short}{left} left", refresh=False)
+        self._bar.update(share - self._bar.n)
+        if not self._on_terminal and now >= self._next_line and share < 1:
+            logger.info("%s, %s left", line, left)
+            self._next_line = now + self._every_s
 
     def close(self) -> None:
         """Leave the finished bar on the screen."""
         self._bar.close()
+
+
+class ProgressBar:
+    """How far a run is, and a line to the metric logger every few steps. For rank 0.
+
+    A bar on a terminal, elsewhere a line in the log every ``every_s`` seconds: tokens done, tokens
+    per second of all ranks, the running perplexity of rank 0's own windows, the time that is left.
+    Percent and time left count the noise floor, by positions.
+
+    Args:
+        num_scored: tokens to score in all.
+        metric_logger: torchtune's interface (``log_dict``).
+        every: steps between two readings of the running perplexity, which wait for the device. On a
+            CPU it is read after every step.
+        every_s: seconds between two lines.
+    """
+
+    def __init__(self, num_scored: int, metric_logger: Any, every: int, every_s: float) -> None:
+        self._num_scored, self._metric_logger, self._every = num_scored, metric_logger, every
+        self._display = _Display(every_s)
+        self._begin = time.perf_counter()
+        self._perplexity = self._tokens_per_s = math.nan
+
+    def update(self, progress: Any) -> None:
+        """Note where the run stands (:class:`ppl_eval.evaluation.Progress`)."""
+        if progress.step <= progress.num_steps:
+            self._read(progress)
+        done, rate, ppl = progress.num_scored, self._tokens_per_s, f"ppl {self._perplexity:.4g}"
+        percent = f"{progress.share:.1%}".replace("%", " %")
+        line = f"{done:,} of {counted(self._num_scored, 'token')} ({percent})"
+        short = f"{_short(done)}/{_short(self._num_scored)} tok, {_short(rate)} tok/s, {ppl}, "
+        if done == self._num_scored and progress.share < 1:
+            self._display.show(progress.share, f"noise floor ({percent})", f"{short}noise floor, ")
+        else:
+            self._display.show(progress.share, f"{line}, {rate:,.0f} tokens/s, {ppl}", short)
+
+    def _read(self, progress: Any) -> None:
+        is_due = progress.step % self._every == 0 or progress.step in (1, progress.num_steps)
+        if is_due or progress.running.nll_nats_sum.device.type == "cpu":
+            self._perplexity = progress.running.compute()
+            self._tokens_per_s = progress.num_scored / (time.perf_counter() - self._begin)
+        if is_due:
+            values = {
+                "running_perplexity": self._perplexity,
+                "tokens_per_s": self._tokens_per_s,
+            }
+            self._metric_logger.log_dict(values, step=progress.step)
+
+    def close(self) -> None:
+        """Leave the finished bar on the screen."""
+        self._display.close()
+
+
+class TokenisingProgress:
+    """How far rank 0 is with its share of the documents, if that takes more than 10 s.
+
+    Args:
+        every_s: seconds between two lines in the log; fewer than 10 also before the first.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._display = _Display(every_s, _TOKENISING_AFTER_S)
+
+    def __call__(self, num_done: int, num_documents: int) -> None:
+        """Note that so many documents of the share are done."""
+        share = num_done / num_documents
+        self._display.show(share, f"tokenising ({share:.1%})".replace("%", " %"), "tokenising, ")
+        if num_done == num_documents:
+            self._display.close()
+
+
+def _short(number: float) -> str:
+    """At most 5 characters: 12.3k."""
+    return tqdm.format_sizeof(number)
