@@ -1,9 +1,7 @@
 """``ppl-eval``: what goes on around a run. The run itself is ``tune run ppl_eval``."""
 
 import argparse
-import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,16 +11,12 @@ from ppl_eval.errors import UserError
 
 def main() -> None:
     """Entry point of the ``ppl-eval`` command."""
+    launch.guarded(_run, alone=True)
+
+
+def _run() -> None:
     args = _parser().parse_args()
-    launch.guarded(lambda: _run(args), alone=True)
-
-
-def _run(args: argparse.Namespace) -> None:
-    try:
-        args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `ppl-eval ls | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    args.run(args)
 
 
 def _parser() -> argparse.ArgumentParser:

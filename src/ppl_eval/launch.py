@@ -2,18 +2,24 @@
 
 A rank that fails makes the others fail too (a peer closed the connection, a collective timed out).
 Only the first failure tells the user anything, so the ranks agree through the rendezvous store on
-which one that was; it alone writes to stderr. Every rank then exits with a code other than 0.
+which one that was; it alone writes to stderr. torchrun ends with a report of its own, on all ranks:
+each leaves its message in the file that torchrun reads. Every rank then exits with a code other
+than 0.
 """
 
+import contextlib
+import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ppl_eval import streams
 from ppl_eval.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,8 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppl_eval")
 
-_FAILURES = "ppl_eval/failures"
-_SHOWN = "ppl_eval/shown"
 _WAIT_FOR_FIRST = timedelta(seconds=10)
 
 
@@ -59,7 +63,8 @@ def guarded(main: Callable[[], None], *, alone: bool = False) -> None:
     """Run ``main`` and turn any exception into one message and a non-zero exit of this process.
 
     A :class:`UserError` is shown as a sentence, anything else as a traceback, in both cases only by
-    the rank that failed first; with ``log_level: DEBUG`` every rank shows its traceback.
+    the rank that failed first; with ``log_level: DEBUG`` every rank shows its traceback. A standard
+    stream that is closed or breaks does not end the run; see :mod:`ppl_eval.streams`.
 
     Args:
         main: what to run. Its return value is ignored.
@@ -70,13 +75,15 @@ def guarded(main: Callable[[], None], *, alone: bool = False) -> None:
             Ctrl-C, when this is the only process. With several, the process ends without running
             destructors, which could wait for peers that are gone.
     """
+    streams.restart_in_utf8()
+    streams.repair()
     alone = alone or Ranks.from_env().world_size == 1
     store = None
     try:
         store = None if alone else _connect()
         main()
     except KeyboardInterrupt:
-        _report(store, "ppl_eval: interrupted; no results were written")
+        _report(store, "ppl_eval: interrupted")
         _leave(130, alone)
     except UserError as error:
         debug = logger.isEnabledFor(logging.DEBUG)
@@ -106,21 +113,47 @@ def _report(store: "Store | None", message: str) -> None:
     """Write ``message`` to stderr if this rank failed first, or at log level DEBUG."""
     if store is None:
         _show(message)
+        _tell_launcher(message, first=True)
         return
     import torch.distributed as dist
 
+    # torchrun keeps the store when it starts the ranks again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    failures, shown = f"ppl_eval/failures/{attempt}", f"ppl_eval/shown/{attempt}"
     try:
-        first = store.add(_FAILURES, 1) == 1
+        first = store.add(failures, 1) == 1
     except dist.DistError:  # the store ended with the rank that hosted it, which has spoken
         first = False
     if first or logger.isEnabledFor(logging.DEBUG):
         _show(message)
-    try:
-        if first:
-            store.set(_SHOWN, "1")
-        else:  # the launcher kills all ranks as soon as one ends: let the first finish its sentence
-            store.wait([_SHOWN], _WAIT_FOR_FIRST)
+    if first:
+        _tell_launcher(message, first=True)
+        with contextlib.suppress(dist.DistError):
+            store.set(shown, str(Ranks.from_env().rank))
+        return
+    try:  # the launcher kills all ranks as soon as one ends: let the first finish its sentence
+        store.wait([shown], _WAIT_FOR_FIRST)
+        cause = f"rank {store.get(shown).decode()}"
     except dist.DistError:
+        cause = "another rank"
+    _tell_launcher(f"ended by the error of {cause}", first=False)
+
+
+def _tell_launcher(message: str, *, first: bool) -> None:
+    """Leave ``message`` for the report in which torchrun ends.
+
+    torchrun takes the entry with the smallest time for the cause, and stamps a rank that left none
+    with the second in which it saw it end. The first to fail is therefore dated a second back.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    timestamp = str(int(time.time()) - first)
+    content = {"message": {"message": message.rstrip(), "extraInfo": {"timestamp": timestamp}}}
+    try:
+        with open(file, "w", encoding="ascii") as out:
+            json.dump(content, out)
+    except OSError:  # it has been shown on stderr
         pass
 
 

@@ -1,5 +1,6 @@
 """The boundary: whatever fails on whichever ranks, one message, and every rank exits non-zero."""
 
+import json
 import os
 import socket
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
 def launch(num_processes, body, tmp_path):
@@ -27,7 +29,13 @@ def launch(num_processes, body, tmp_path):
     processes = [
         subprocess.Popen(
             [sys.executable, script],
-            env={**os.environ, **env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error_{rank}.json"),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -85,7 +93,7 @@ def test_debug_shows_every_traceback(tmp_path):
 def test_an_interrupt_is_one_line(tmp_path, num_processes):
     codes, errors = launch(num_processes, "raise KeyboardInterrupt", tmp_path)
     assert codes == [130] * num_processes
-    assert "".join(errors) == "ppl_eval: interrupted; no results were written\n"
+    assert "".join(errors) == "ppl_eval: interrupted\n"
 
 
 def test_a_world_without_a_launcher(tmp_path):
@@ -106,3 +114,53 @@ def test_a_world_without_a_launcher(tmp_path):
 
 def test_without_an_error_nothing_is_said(tmp_path):
     assert launch(2, "pass", tmp_path) == ([0, 0], ["", ""])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_torchruns_report_names_the_first_error_as_the_cause(tmp_path, failing):
+    """As torchrun makes it, also if it stamps a rank that left no file in the same second."""
+    body = f"""
+        if rank == {failing}:
+            raise UserError("café is wrong")
+        time.sleep(2)
+        raise KeyError("afterwards")
+        """
+    codes, _ = launch(3, body, tmp_path)
+    failures = {}
+    for rank, code in enumerate(codes):
+        file = tmp_path / f"error_{rank}.json"
+        if rank == (failing + 1) % 3:
+            file.unlink()  # killed before it wrote one
+        failures[rank] = ProcessFailure(rank, 1, code, str(file))
+    stamp = json.loads((tmp_path / f"error_{failing}.json").read_text())["message"]["extraInfo"]
+    failures[(failing + 1) % 3].timestamp = int(stamp["timestamp"]) + 1
+    error = ChildFailedError("ppl_eval", failures)
+    assert error.get_first_failure()[0] == failing
+    causes = str(error).split("Root Cause")
+    assert "traceback : ppl_eval: error: café is wrong\n" in causes[1]
+    assert causes[0].count("ended by the error of ") == 1
+
+
+def test_each_start_of_torchruns_shows_its_error(tmp_path):
+    """torchrun keeps its store when it starts the ranks again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from ppl_eval.errors import UserError\n"
+        "from ppl_eval.launch import guarded\n"
+        "def main():\n"
+        "    raise UserError(f'start {os.environ[\"TORCHELASTIC_RESTART_COUNT\"]} fails')\n"
+        "guarded(main)\n"
+    )
+    options = ("--standalone", "--max_restarts=1", "--monitor_interval=0.1", "--nproc_per_node=2")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    shown, causes = done.stderr.split("Root Cause")
+    for start in (0, 1):
+        assert f"\nppl_eval: error: start {start} fails\n" in f"\n{shown}"
+    assert "traceback : ppl_eval: error: start 1 fails" in causes

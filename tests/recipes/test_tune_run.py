@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,15 @@ from ppl_eval import shipped
 TUNE = Path(sys.executable).parent / "tune"
 
 
-def tune_run(*args, cwd, num_processes):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def tune_run(*args, cwd, num_processes, **env):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
     launcher = ["--nproc_per_node", str(num_processes)] if num_processes > 1 else []
     return subprocess.run(
         [str(TUNE), "run", *launcher, *args],
         cwd=cwd,
         env=env,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
     )
 
@@ -90,6 +91,8 @@ def test_a_mistake_is_shown_once_by_all_processes(tmp_path, num_processes, overr
     assert sentence in ours
     assert "Traceback" not in ours
     assert not re.search("gloo|connection|nccl", ours, re.IGNORECASE)
+    cause = done.stderr.split("Root Cause (first observed failure):")[1]
+    assert f"traceback : {ours}" in cause  # torchrun ends with it
     exits = re.findall(r"exitcode\s*: (-?\d+)", done.stderr)
     assert exits
     assert all(code != "0" for code in exits)
@@ -231,3 +234,54 @@ def test_a_limit_that_two_processes_exceed(tmp_path):
     assert "3" in exits
     content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
     assert content["counts"]["documents"] == 9
+
+
+TUNE_RUN = f"'{TUNE}' run"
+TORCHRUN = f"'{sys.executable}' -m torch.distributed.run --standalone --nproc_per_node 2 -m"
+
+
+@pytest.mark.parametrize("launcher", [TUNE_RUN, TORCHRUN])
+def test_a_reader_that_goes_ends_no_run(tmp_path, launcher):
+    """The exit code is the run's, and its files are whole."""
+    run = f"{launcher} ppl_eval --config tiny_ppl_eval max_documents=9"
+    done = subprocess.run(
+        ["bash", "-c", f"{run} | head -n 1; exit ${{PIPESTATUS[0]}}"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "Error" not in done.stderr
+    content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
+    lines = (tmp_path / "out/tiny_ppl_eval/documents.jsonl").read_text().splitlines()
+    assert content["counts"]["documents"] == len(lines) == 9
+
+
+def test_letters_of_the_world_in_an_ascii_locale(tmp_path):
+    """Folders, files, ids and texts; everything that is written is UTF-8."""
+    shutil.copytree(shipped.embedded_path("tiny_student"), tmp_path / "modèle文")
+    rows = [{"text": f"Übermut 文 {n}.", "id": "ü文", "domain": "Größe"} for n in range(3)]
+    (tmp_path / "текст.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+    done = tune_run(
+        *("ppl_eval", "--config", "tiny_ppl_eval", "checkpoint_dir=modèle文", "save_tokens=true"),
+        *("dataset.data_files=текст.jsonl", "output_dir=ausgänge/文"),
+        cwd=tmp_path,
+        num_processes=2,
+        LC_ALL="C",
+        PYTHONUTF8="0",
+        PYTHONCOERCECLOCALE="0",
+    )
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "ausgänge/文"
+    assert f"results: {folder.relative_to(tmp_path)}/results.json" in done.stdout
+    content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert content["config"]["checkpoint_dir"] == "modèle文"
+    assert list(content["domains"]) == ["Größe"]
+    first = (folder / "documents.jsonl").read_bytes().splitlines()[0]
+    assert json.loads(first.decode("utf-8"))["id"] == "ü文"
+    assert (folder / "tokens.parquet").is_file()
