@@ -96,7 +96,10 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             logger.info(note)
         for warning in self.ready.warnings:
             logger.warning("warning: %s", warning)
-        logger.info(tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size))
+        for line in tables.describe_workload(
+            self.workload, str(self.dims), self.dims.batch_size
+        ).split("\n"):
+            logger.info(line)
         with self.timer.phase("load"):
             self.teacher = place(
                 self.ready,

@@ -28,6 +28,7 @@ from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.tensor import check_groups
+from ppl_eval.plural import counted
 from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.head import unwrapped
 from ppl_eval.steps import (
@@ -127,9 +128,9 @@ def prepare(
         protocol = protocol.for_tokens()
         if not any(d.counts is None or d.counts[1:].any() for d in rows):
             raise UserError(
-                f"0 scored tokens: the {len(rows)} documents have no token that counts and has one"
-                " before it: are all masked, or were the answers cut off by the tokenizer's"
-                " max_seq_len?"
+                f"0 scored tokens: of {counted(len(rows), 'document')} none has a token that counts"
+                " and has one before it: are all masked, or were the answers cut off by the"
+                " tokenizer's max_seq_len?"
             )
     rows = protocol.joined(rows)
     if vocab_size is not None:
@@ -146,8 +147,9 @@ def prepare(
     windows = protocol.windows(corpus.num_tokens)
     if len(windows) == 0:
         raise UserError(
-            f"0 scored tokens: the {len(rows)} documents have {corpus.num_tokens.sum()} tokens, but"
-            f" {_why_nothing(windows)}"
+            f"0 scored tokens: the {counted(len(rows), 'document')}"
+            f" {'has' if len(rows) == 1 else 'have'} {counted(corpus.num_tokens.sum(), 'token')},"
+            f" but {_why_nothing(windows)}"
         )
     plan = make_plan(
         windows,
@@ -159,8 +161,8 @@ def prepare(
 
 def _why_nothing(windows: Windows) -> str:
     if windows.truncated.any():
-        return "none has enough for a window: take a smaller protocol.max_seq_len"
-    return "none has a token before it in its window: give longer documents or add a BOS"
+        return "no document has enough for a window: take a smaller protocol.max_seq_len"
+    return "no token has another before it in its window: give longer documents or add a BOS"
 
 
 def run(

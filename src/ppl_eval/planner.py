@@ -21,6 +21,7 @@ from ppl_eval.model.build import build_on_meta
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES, device_type
 from ppl_eval.parallel.tensor import check_heads, split_axes
+from ppl_eval.plural import counted
 from ppl_eval.report.tables import align
 from ppl_eval.schema import EvalConfig
 from ppl_eval.score.attention import QUERY_BLOCK, SCORE_ELEMENTS
@@ -249,15 +250,17 @@ def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) 
     if not fit:
         least = min(every, key=lambda one: one.total)
         raise UserError(
-            f"{name}: none of {len(every)} meshes on {num_processes} processes fits into"
+            f"{name}: none of {counted(len(every), 'mesh')} on"
+            f" {counted(num_processes, 'process')} fits into"
             f" {device_memory_mib:,.0f} MiB; {least.dims} needs least,"
             f" {least.total / MIB:,.0f} MiB: take more processes, or a smaller max_tokens_per_batch"
         )
     fit.sort(key=lambda one: (one.traffic_per_batch, one.total))
     rows = [_HEADINGS, *map(_row, fit)]
     return (
-        f"{name}\n{len(fit)} of {len(every)} meshes on {num_processes} processes fit into"
-        f" {device_memory_mib:,.0f} MiB; MiB of a rank, the least communication first\n\n"
+        f"{name}\n{len(fit)} of {counted(len(every), 'mesh')} on"
+        f" {counted(num_processes, 'process')} fit into {device_memory_mib:,.0f} MiB;"
+        " MiB of a rank, the least communication first\n\n"
         f"{align(rows)}"
     )
 
@@ -275,9 +278,9 @@ def _models(cfg: EvalConfig) -> Iterator[TransformerDecoder]:
 
 
 _HEADINGS = (
-    "dp_replicate dp_shard cp tp",
-    *("parameters", "gathered", "activations", "head", "total"),
-    *("fsdp/step", "cp/step", "tp/step", "per batch"),
+    *("dp_rep-\nlicate", "dp_\nshard", "\ncp", "\ntp"),
+    *("param-\neters", "gath-\nered", "activ-\nations", "\nhead", "\ntotal"),
+    *("fsdp/\nstep", "cp/\nstep", "tp/\nstep", "per\nbatch"),
 )
 
 
@@ -287,8 +290,8 @@ def _row(one: Estimate) -> list[str]:
         *(one.parameters, one.gathered, one.activations, one.head, one.total),
         *(one.fsdp_traffic, one.cp_traffic, one.tp_traffic, one.traffic_per_batch),
     )
-    degrees = f"{dims.dp_replicate:>12} {dims.dp_shard:>8} {dims.cp:>2} {dims.tp:>2}"
-    return [degrees, *(f"{number / MIB:,.0f}" for number in numbers)]
+    degrees = map(str, (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp))
+    return [*degrees, *(f"{number / MIB:,.0f}" for number in numbers)]
 
 
 def _positions(cfg: EvalConfig) -> int:

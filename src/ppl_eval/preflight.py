@@ -169,7 +169,7 @@ def _idle_warnings(workload: evaluation.Workload, num_ranks: int, budget: int) -
     else:
         advice = f"max_tokens_per_batch={enough} gives each of them some"
     yield (
-        f"{num_ranks} data-parallel ranks share {counted(len(plan.batches), 'batch')}, so"
+        f"{num_ranks:,} data-parallel ranks share {counted(len(plan.batches), 'batch')}, so"
         f" {counted(num_idle, 'rank')} will have no work: {advice}"
     )
 
@@ -215,15 +215,17 @@ def describe(args: Sequence[str], num_processes: int) -> str:
             if ready.teacher is not None
             else {}
         ),
-        "text": f"{len(corpus.documents):,} documents, {corpus.num_tokens.sum():,} tokens,"
-        f" {corpus.num_words.sum():,} words, {corpus.num_bytes.sum():,} bytes",
+        "text": f"{counted(len(corpus.documents), 'document')},"
+        f" {counted(corpus.num_tokens.sum(), 'token')},"
+        f" {counted(corpus.num_words.sum(), 'word')}, {counted(corpus.num_bytes.sum(), 'byte')}",
         "protocol": tables.describe_protocol(workload.protocol.describe()),
-        "scored": f"{windows.num_scored.sum():,} tokens{_less_masked(workload)};"
-        f" {windows.no_context.sum():,} have no context, {windows.context_only.sum():,} are context"
-        f" only, {windows.truncated.sum():,} are truncated",
-        "windows": f"{len(windows):,} in {len(plan.batches):,} batches of at most"
-        f" {plan.num_positions.max():,} positions, {tables.padding(workload):.1%} padding",
-        "mesh": f"{dims}, {num_processes} processes: {plan.num_steps(dims.batch_size):,} steps",
+        "scored": f"{counted(windows.num_scored.sum(), 'token')}{_less_masked(workload)};"
+        f" {windows.no_context.sum():,} without context, {windows.context_only.sum():,} as context"
+        f" only, {windows.truncated.sum():,} truncated",
+        "windows": f"{len(windows):,} in {counted(len(plan.batches), 'batch')} of at most"
+        f" {counted(plan.num_positions.max(), 'position')}, {tables.padding(workload):.1%} padding",
+        "mesh": f"{dims}, {counted(num_processes, 'process')}:"
+        f" {counted(plan.num_steps(dims.batch_size), 'step')}",
     }
     said = [*ready.notes, *(f"warning: {warning}" for warning in ready.warnings)]
     return "\n".join([*(f"{name:<10}{text}" for name, text in lines.items()), *said])
@@ -242,9 +244,9 @@ def _describe_model(
         name: f"{ready.component}, {num_parameters:,} parameters,"
         f" {_gib(num_parameters * itemsize)} in {dtype}"
         f" ({_gib(shards)} on each of {dims.world_size})",
-        weights: f"{ready.checkpointer.get('checkpoint_dir', '')}: {len(stored)} tensors,"
-        f" {_gib(sum(s.num_bytes for s in stored))} in {ready.checkpoint_dtype};"
-        f" names and shapes match{adapted}",
+        weights: f"{ready.checkpointer.get('checkpoint_dir', '')}:"
+        f" {counted(len(stored), 'tensor')}, {_gib(sum(s.num_bytes for s in stored))} in"
+        f" {ready.checkpoint_dtype}; names and shapes match{adapted}",
     }
 
 

@@ -1,12 +1,15 @@
 """What one sees while a run goes on: lines in a log, a bar on a terminal."""
 
 import io
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from ppl_eval import shipped
+from ppl_eval import cli, shipped
+from ppl_eval.report.tables import columns
 
 TOKENISING = re.compile(r"tokenising \((\d+\.\d) %\), \d\d:\d\d left")
 SCORING = re.compile(
@@ -85,9 +88,6 @@ def test_a_bar_on_a_terminal(tune, monkeypatch):
 
 def test_results_say_which_budget_was_used(run_recipe):
     """Left open, a CPU's; the noise floor, switched off, is null."""
-    import json
-    from pathlib import Path
-
     folders = [shipped.embedded_path(name) for name in ("tiny_student", "tiny_teacher")]
     code, out, err = run_recipe(
         "auto_ppl_eval",
@@ -101,3 +101,38 @@ def test_results_say_which_budget_was_used(run_recipe):
     assert content["config"]["max_tokens_per_batch"] == 1024
     assert content["fidelity"]["noise_floor"] is None
     assert "noise floor" not in out
+
+
+CHINESE = "\u5929\u5730\u7384\u9ec4\u5b87\u5b99\u6d2a\u8352"
+
+
+def test_a_result_fits_a_terminal(run_recipe, tmp_path, monkeypatch, capsys):
+    """With a teacher, Chinese, a domain and a folder of long names, a word perplexity that
+    overflows, a text of two documents: the run and a comparison with another."""
+    texts = [{"text": CHINESE * 5, "domain": "\u5343\u5b57\u6587"}]
+    texts += [{"text": "one two three " * 4, "domain": "a domain with a very long name " * 3}]
+    text = tmp_path / "texts.jsonl"
+    text.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    folders = [f"out/{name}{'_long' * 10}" for name in ("first", "second")]
+    for folder in folders:
+        args = (f"dataset.data_files={text}", f"output_dir={folder}")
+        code, out, err = run_recipe("tiny_pair_ppl_eval", *args)
+        assert code == 0, err
+        lines = out.splitlines()
+        assert [line for line in lines if columns(line) > 80 and "/" not in line] == []
+        assert "interval  none, too few documents: 2 documents, at least 3 are needed" in lines
+        table = [line.split() for line in lines if line.startswith(("  \u5343", "  a dom"))]
+        assert [len(row) for row in table if row[0].startswith("\u5343")] == [9, 9]
+        # docs, tokens, token, doc-mean, word, byte, bits/byte, bits/char
+        content = json.loads(Path(folder, "results.json").read_text())
+        for (name, part), row in zip(content["domains"].items(), table[:2], strict=True):
+            few_words, metrics = name.startswith("\u5343"), part["metrics"]
+            assert metrics["few_words"] is few_words
+            assert metrics["overflow"] == (metrics["word_perplexity"] is None) == few_words
+            assert (row[-4] == "-") == few_words
+            assert float(row[-1]) == pytest.approx(metrics["bits_per_character"], rel=1e-4)
+    monkeypatch.setattr(sys, "argv", ["ppl-eval", "compare", *folders, "--domains"])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(columns, lines)) <= 80
+    assert any("too few documents" in line for line in lines)

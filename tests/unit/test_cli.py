@@ -98,12 +98,12 @@ def test_compare(ppl_eval, tmp_path):
     code, out, _ = ppl_eval("compare", "one", "two/results.json")
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
-    assert rows[2] == ["one", "3", "1,234", "5.2500", "2.0000", "overflow", "1.5000", "0.5000"]
-    assert rows[3][:4] == ["two", "3", "1,234", "6.5000"]
-    assert rows[4:] == [
+    assert rows[3] == ["one", "3", "1,234", "5.2500", "2.0000", "overflow", "1.5000", "0.5000", "-"]
+    assert rows[4][:4] == ["two", "3", "1,234", "6.5000"]
+    assert rows[5:] == [
         "note: the tokenizers differ: compare byte ppl and bits/byte, not token ppl".split()
     ]
-    assert len(ppl_eval("compare", "one", "--domains")[1].splitlines()) == 4
+    assert len(ppl_eval("compare", "one", "--domains")[1].splitlines()) == 5
     for name, nlls in (("one", [10.0, 21.0, 33.0]), ("two", [12.0, 22.0, 36.0])):
         rows = [
             {"nll_nats_sum": nll, "scored_tokens": 10 * n, "bytes": 50 * n}
@@ -111,13 +111,18 @@ def test_compare(ppl_eval, tmp_path):
         ]
         (tmp_path / name / "documents.jsonl").write_text("\n".join(map(json.dumps, rows)))
     # by byte, since the tokenizers differ: exp((2 + 1 + 3) / (50 + 100 + 150))
-    by_byte = ppl_eval("compare", "one", "two")[1].splitlines()[4]
+    by_byte = ppl_eval("compare", "one", "two")[1].splitlines()[5]
     assert by_byte.startswith(f"two against one: byte ppl x {math.exp(6 / 300):.4f}, 95 % ")
     (tmp_path / "two" / "results.json").write_text(json.dumps(result(6.5)))
-    by_token = ppl_eval("compare", "one", "two")[1].splitlines()[4]
+    by_token = ppl_eval("compare", "one", "two")[1].splitlines()[5]
     assert by_token.startswith(f"two against one: token ppl x {math.exp(6 / 60):.4f}, 95 % ")
     low, high = (float(by_token.split()[n]) for n in (9, 11))
     assert low < math.exp(0.1) < high
+    for name in ("one", "two"):
+        file = tmp_path / name / "documents.jsonl"
+        file.write_text("\n".join(file.read_text().splitlines()[:2]))
+    of_two = ppl_eval("compare", "one", "two")[1]
+    assert f"two against one: token ppl x {math.exp(3 / 30):.4f}, 95 % none, too few doc" in of_two
     (tmp_path / "two" / "results.json").write_text(json.dumps(result(6.5, data="z")))
     assert "against" not in ppl_eval("compare", "one", "two")[1]
     (tmp_path / "two" / "results.json").write_text('{"schema_version": 1}')
@@ -148,10 +153,10 @@ def test_check_says_what_a_run_would_do(ppl_eval, tmp_path, monkeypatch):
     assert "names and shapes match" in lines["weights"]
     assert "5 documents, " in lines["text"]
     assert "4 words, 10 bytes" in lines["text"]
-    assert "4 in 1 batches" in lines["windows"]
-    assert lines["mesh"].endswith("1 processes: 1 steps")
+    assert "4 in 1 batch of" in lines["windows"]
+    assert lines["mesh"].endswith("1 process: 1 step")
     two = ppl_eval("check", *args, f"dataset.data_files={texts}", "--num-processes", "2")[1]
-    assert "dp_shard=2 cp=1 tp=1, 2 processes: 1 steps" in two
+    assert "dp_shard=2 cp=1 tp=1, 2 processes: 1 step" in two
     code, _, err = ppl_eval("check", *args, "dataset.data_files=nowhere.jsonl")
     assert code != 0
     assert "nowhere.jsonl" in err

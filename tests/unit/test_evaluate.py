@@ -139,6 +139,19 @@ def test_words_bytes_and_bits(bytes_model):
     assert total.bits_per_byte == pytest.approx(math.log2(total.byte_perplexity))
 
 
+def test_text_that_white_space_does_not_cut_into_words(bytes_model):
+    """Fewer than one word in 20 characters: of all text, and of each domain."""
+    chinese = "\u4e2d\u6587" * 6
+    for text, few_words in ((chinese, False), (chinese * 2, True), ("a" * 19 + " ", False)):
+        rows = [{"text": text, "domain": "a"}, {"text": "one two", "domain": "b"}]
+        result = evaluate(bytes_model, ByteTokenizer(), rows[:1], max_seq_len=64)
+        assert result.summary.total.metrics()["few_words"] is few_words
+        domains = evaluate(bytes_model, ByteTokenizer(), rows, max_seq_len=64).summary.domains
+        flags = {name: part.metrics()["few_words"] for name, part in domains.items()}
+        assert flags == {"a": few_words, "b": False}
+    assert result.summary.total.word_perplexity > 1
+
+
 def test_documents_that_cannot_be_scored_are_counted(bytes_model):
     """H1, G3: empty and one-token documents, first in the batch or not."""
     texts = ["", "a", "", "bc", "d"]

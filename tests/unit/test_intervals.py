@@ -1,5 +1,6 @@
 """Intervals: closed forms, and coverage on simulated corpora whose tokens are correlated."""
 
+import functools
 import math
 
 import numpy as np
@@ -99,19 +100,52 @@ def test_llama_cpp_s_standard_error():
     assert (high - low) / 2 == pytest.approx(1.959964 * error, rel=1e-6)
 
 
+def test_two_documents_are_too_few():
+    """No interval of one or two documents, nor of three of which one has no scored token."""
+    bootstrap = functools.partial(intervals.bootstrapped, resamples=100, seed=1)
+    for tokens in ([3], [3, 4], [3, 0, 4], [3, 5, 4]):
+        rows = {"nll": 2.0 * np.asarray(tokens) + np.arange(len(tokens))}
+        rows |= dict.fromkeys(("tokens", "words", "bytes", "characters"), np.asarray(tokens))
+        found = set(map(bool, intervals.of_metrics(rows, intervals.clustered).values()))
+        assert found == {np.count_nonzero(tokens) == 3}
+        assert set(intervals.of_metrics(rows, bootstrap).values()) == {None}
+
+
+@pytest.mark.parametrize("documents", [3, 5, 10])
+def test_coverage_of_few_documents(truth, documents):
+    """92 to 96 % of 2,000 intervals hold the truth."""
+    random = np.random.default_rng(documents)
+    held = 0
+    for _ in range(REPEATS):
+        tokens, nll, _ = corpus(random, documents)
+        columns = np.stack([nll, tokens], axis=1)
+        low, high = intervals.clustered(columns, intervals.ratio(0, 1))
+        held += low <= truth[0] <= high
+    assert 0.92 <= held / REPEATS <= 0.96
+
+
+def test_coverage_of_the_bootstrap(truth):
+    """Of twenty documents, the fewest that it takes, about 90 % of the intervals hold the truth."""
+    random = np.random.default_rng(20)
+    held, repeats = 0, 500
+    for seed in range(repeats):
+        tokens, nll, _ = corpus(random, 20)
+        columns = np.stack([nll, tokens], axis=1)
+        low, high = intervals.bootstrapped(columns, intervals.ratio(0, 1), resamples=500, seed=seed)
+        held += low <= truth[0] <= high
+    assert 0.88 <= held / repeats <= 0.96
+
+
 def test_too_little_to_say():
-    one = {"nll": np.asarray([2.0]), "tokens": np.asarray([3])}
-    one |= {name: np.asarray([3]) for name in ("words", "bytes", "characters")}
-    assert set(intervals.of_metrics(one, intervals.clustered).values()) == {None}
     assert intervals.token_iid(1, 2.0, 4.0) is None
-    huge = {"nll": np.asarray([2000.0, 3000.0]), "tokens": np.asarray([1, 1])}
-    huge |= {name: np.asarray([0, 0]) for name in ("words", "bytes", "characters")}
+    huge = {"nll": np.asarray([2000.0, 3000.0, 2500.0]), "tokens": np.asarray([1, 1, 1])}
+    huge |= {name: np.zeros(3, dtype=int) for name in ("words", "bytes", "characters")}
     assert intervals.of_metrics(huge, intervals.clustered)["token_perplexity"] is None
 
 
 def test_no_interval_reaches_below_a_loss_of_zero():
-    two = {"nll": np.asarray([1.0, 90.0]), "tokens": np.asarray([10, 10])}
-    two |= {name: np.asarray([10, 10]) for name in ("words", "bytes", "characters")}
-    found = intervals.of_metrics(two, intervals.clustered)
+    three = {"nll": np.asarray([1.0, 90.0, 1.0])}
+    three |= dict.fromkeys(("tokens", "words", "bytes", "characters"), np.asarray([10, 10, 10]))
+    found = intervals.of_metrics(three, intervals.clustered)
     assert found["token_perplexity"][0] == 1
     assert found["bits_per_byte"][0] == 0

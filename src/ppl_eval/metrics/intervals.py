@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from scipy import stats
 
+from ppl_eval.metrics.names import FEWEST_DOCUMENTS, FEWEST_RESAMPLED
+
 LEVEL = 0.95
+
 _DRAWS_AT_A_TIME = 2_000_000
 
 Interval = tuple[float, float]
@@ -42,8 +45,8 @@ def jackknife(by_document: np.ndarray, statistic: Statistic) -> tuple[float, flo
 
 
 def clustered(by_document: np.ndarray, statistic: Statistic) -> Interval | None:
-    """95 % interval by :func:`jackknife` and Student's t; None below two documents."""
-    if len(by_document) < 2:
+    """95 % interval by :func:`jackknife` and Student's t; None below three documents."""
+    if len(by_document) < FEWEST_DOCUMENTS:
         return None
     value, error, freedom = jackknife(by_document, statistic)
     reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
@@ -53,9 +56,9 @@ def clustered(by_document: np.ndarray, statistic: Statistic) -> Interval | None:
 def bootstrapped(
     by_document: np.ndarray, statistic: Statistic, *, resamples: int, seed: int
 ) -> Interval | None:
-    """95 % percentile interval over resampled documents; None below two documents."""
+    """95 % percentile interval over resampled documents; None below twenty documents."""
     count = len(by_document)
-    if count < 2 or resamples < 1:
+    if count < FEWEST_RESAMPLED or resamples < 1:
         return None
     random = np.random.default_rng(seed)
     values = []

@@ -10,15 +10,24 @@ import numpy as np
 
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.intervals import paired_log_ratio
-from ppl_eval.report.tables import align, number, result_rows, result_table, teacher_rows
+from ppl_eval.report.tables import (
+    align,
+    kept,
+    number,
+    result_rows,
+    result_table,
+    teacher_rows,
+    too_few,
+    wrapped,
+)
 
 FIDELITY_COLUMNS = (
-    ("ppl ratio", "perplexity_ratio"),
-    ("KL(t||s) nats", "kl_teacher_student_nats"),
-    ("KL(s||t) nats", "kl_student_teacher_nats"),
-    ("JS nats", "js_nats"),
-    ("top-1", "top1_agreement"),
-    ("top-5", "top5_agreement"),
+    ("ppl\nratio", "perplexity_ratio"),
+    ("KL(t||s)\nnats", "kl_teacher_student_nats"),
+    ("KL(s||t)\nnats", "kl_student_teacher_nats"),
+    ("JS\nnats", "js_nats"),
+    ("\ntop-1", "top1_agreement"),
+    ("\ntop-5", "top5_agreement"),
 )
 """Heading, key of ``fidelity``."""
 
@@ -48,8 +57,10 @@ def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
         lines += ["", fidelity_table(contents, names, with_domains=with_domains), ""]
     for path, content, name in list(zip(paths, contents, names, strict=True))[1:]:
         for difference in paired(contents[0], paths[0], content, path):
-            lines.append(f"{name} against {names[0]}: {difference}")
-    return "\n".join([*lines, *(f"note: {note}" for note in notes(contents))])
+            lines += wrapped(f"{name} against {names[0]}: {difference}", indent="  ")
+    for note in notes(contents):
+        lines += wrapped(f"note: {note}", indent="  ")
+    return "\n".join(lines)
 
 
 def paired(
@@ -58,8 +69,8 @@ def paired(
     """How ``other`` differs from ``first`` on the same documents, with 95 % intervals.
 
     Perplexity by token where both have the same tokenizer, else by byte; and KL where both were
-    read beside the same teacher. Nothing where texts or protocol differ, where a documents.jsonl is
-    missing, and for fewer than two documents.
+    read beside the same teacher. Nothing where texts or protocol differ, or a documents.jsonl is
+    missing.
     """
     prints = first["fingerprints"], other["fingerprints"]
     if any(prints[0][key] != prints[1][key] for key in ("data", "protocol")):
@@ -75,24 +86,25 @@ def paired(
     key, unit = ("scored_tokens", "token") if same else ("bytes", "byte")
     weight = columns(key)[0]
     nll, other_nll = columns("nll_nats_sum")
+    if not weight.any():
+        return
     ratio, interval = paired_log_ratio(other_nll, nll, weight)
-    if interval is not None:
-        low, high = (math.exp(end) for end in interval)
-        yield (
-            f"{unit} ppl x {math.exp(ratio):.4f}, 95 % {low:.4f} to {high:.4f} (paired by document)"
-        )
+    ends = None if interval is None else [f"{math.exp(end):.4f}" for end in interval]
+    yield f"{unit} ppl x {math.exp(ratio):.4f}, {_interval(ends, weight)}"
     teachers = [each.get("teacher") for each in prints]
     tokens, other_tokens = columns("scored_tokens")
     if teachers[0] is None or teachers[0] != teachers[1] or (tokens != other_tokens).any():
         return
     kl, other_kl = columns("kl_teacher_student_sum")
     difference, interval = paired_log_ratio(other_kl, kl, tokens)
-    if interval is not None:
-        low, high = interval
-        yield (
-            f"KL to the teacher {difference:+.5f} nats, 95 % {low:+.5f} to {high:+.5f}"
-            " (paired by document)"
-        )
+    ends = None if interval is None else [f"{end:+.5f}" for end in interval]
+    yield f"KL to the teacher {difference:+.5f} nats, {_interval(ends, tokens)}"
+
+
+def _interval(ends: Sequence[str] | None, weight: np.ndarray) -> str:
+    if ends is None:
+        return f"95 % {too_few(int((weight > 0).sum()))}"
+    return f"{kept(f'95 % {ends[0]} to {ends[1]}')} {kept('(paired by document)')}"
 
 
 def fidelity_table(

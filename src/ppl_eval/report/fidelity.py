@@ -13,6 +13,7 @@ from ppl_eval.metrics import intervals
 from ppl_eval.metrics.fidelity import SUMS, Fidelity
 from ppl_eval.metrics.perplexity import exp_or_inf
 from ppl_eval.report.results import DocumentTable
+from ppl_eval.report.tables import columns, entries, kept
 
 WORST_DOCUMENTS = 10
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -203,7 +204,9 @@ def description(content: Mapping[str, Any]) -> str:
 
     def spread(name: str) -> str:
         interval = found["interval_95"][name]
-        return "" if interval is None else f"   95 % {_small(interval[0])} to {_small(interval[1])}"
+        if interval is None:
+            return ""
+        return ", " + kept(f"95 % {_small(interval[0])} to {_small(interval[1])}")
 
     lines = [
         ("perplexity", _ratio_line(found)),
@@ -213,8 +216,9 @@ def description(content: Mapping[str, Any]) -> str:
         ),
         (
             "",
-            f"median {_small(percentiles['50'])}, 95th percentile {_small(percentiles['95'])}, 99th"
-            f" {_small(percentiles['99'])}, largest {_small(found['kl_maximum_nats'])}",
+            f"median {_small(percentiles['50'])}, 95th percentile {_small(percentiles['95'])},"
+            f" 99th {_small(percentiles['99'])},"
+            f" {kept('largest ' + _small(found['kl_maximum_nats']))}",
         ),
         (
             "KL(s||t), JS",
@@ -235,8 +239,9 @@ def description(content: Mapping[str, Any]) -> str:
         lines.append(
             (
                 "worst token",
-                f"{about}, after {worst['before'][-40:]!r}: {worst['token']!r}; the teacher's first"
-                f" choice was {worst['teacher_top1']!r}, the student's {worst['student_top1']!r}",
+                f"{about}\nafter {_end(worst['before'])}: {kept(repr(worst['token']))}\n"
+                f"first choice of the teacher {kept(repr(worst['teacher_top1']))},"
+                f" of the student {kept(repr(worst['student_top1']))}",
             )
         )
     if noise is not None:
@@ -256,7 +261,14 @@ def description(content: Mapping[str, Any]) -> str:
                 f" {ids['student_ids']:,} and the teacher's {ids['teacher_ids']:,}",
             )
         )
-    return "\n".join(f"{name:<14}{text}" for name, text in lines)
+    return entries(lines, 14)
+
+
+def _end(text: str) -> str:
+    """The last words, quoted; at most 40 columns."""
+    while columns(repr(text)) > 40:
+        text = text[1:]
+    return kept(repr(text))
 
 
 def _small(value: float) -> str:
@@ -272,4 +284,4 @@ def _ratio_line(found: Mapping[str, Any]) -> str:
     if interval is None:
         return text
     low, high = map(exp_or_inf, interval)
-    return f"{text}   95 % {low:.5f} to {high:.5f} (paired by document)"
+    return f"{text}, {kept(f'95 % {low:.5f} to {high:.5f}')} {kept('(paired by document)')}"

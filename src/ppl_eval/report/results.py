@@ -179,6 +179,14 @@ class Totals:
             "bytes_without_token": self.lost_bytes,
         }
 
+    @property
+    def has_few_words(self) -> bool:
+        """Whether white space does not separate words, as in Chinese: below one in 20 characters.
+
+        A word perplexity is then that of a paragraph.
+        """
+        return 20 * self.num_words < self.num_characters
+
     def metrics(self) -> dict[str, Any]:
         """The ``metrics`` of results.json: null where a value exceeds float64 or has no tokens."""
         values = {
@@ -195,6 +203,7 @@ class Totals:
             "nll_nats_per_token": self.nll_nats_sum / self.num_scored if self.num_scored else None,
             **finite,
             "overflow": any(math.isinf(v) for v in values.values()),
+            "few_words": self.has_few_words,
         }
 
 
