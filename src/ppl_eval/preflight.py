@@ -12,6 +12,7 @@ from ppl_eval.beside import check_tokenizer, of_the_teacher, teacher_degrees, te
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
+from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
@@ -94,9 +95,11 @@ def prepare(
         notes += tuple(check_tokenizer(cfg, tokenizer, *map(num_ids, models)))
     budget = batch_budget(cfg.max_tokens_per_batch, process_group.device_type(cfg.device))
     cfg.max_tokens_per_batch = budget
+    documents = build_dataset(cfg.dataset, "dataset", tokenizer)
+    notes += notes_of(documents)
     workload = evaluation.prepare(
         tokenizer,
-        build_dataset(cfg.dataset, "dataset", tokenizer),
+        documents,
         protocol,
         max_tokens_per_batch=budget,
         max_documents=cfg.max_documents,

@@ -150,7 +150,7 @@ def test_fingerprints_follow_what_they_name(tune, student):
 
 def test_one_override_replaces_the_text(tune, tmp_path):
     (tmp_path / "mine.txt").write_text("Ada lived near the mill.\n\nx\n")
-    code, _, err = tune("dataset.data_files=mine.txt")
+    code, _, err = tune("dataset.data_files=mine.txt", "dataset.unit=line")
     assert code == 0, err
     content = results()
     assert content["counts"]["documents"] == 3
@@ -350,10 +350,14 @@ mistakes = {
         ["dataset.column=body"],
         "column is 'body', but .* has the columns id, domain",
     ),
-    "wrong split": (["dataset.split=test"], 'Unknown split "test"'),
+    "wrong split": (
+        ["dataset.split=test"],
+        "split is 'test', but .* has the split train: Unknown split",
+    ),
     "bad utf-8": (text("l.txt", "ok\ncaf\u00e9\n".encode("latin-1")), "l.txt, line 2 is not UTF-8"),
     "bad json": (text("j.jsonl", b'{"text": "a"}\n{"text'), "j.jsonl, line 2 is not JSON"),
-    "null row": (text("n.jsonl", b'{"text": "a"}\n{"text": null}\n'), "row 1 .* holds null"),
+    "null row": (text("n.jsonl", b'{"text": "a"}\n{"text": null}\n'), "line 2: .* holds null"),
+    "text of unknown units": (text("u.txt", b"a\n \nb\n"), "paragraph: 2 documents, blank lines"),
     "output under a file": (
         ["output_dir=afile/out"],
         "output_dir is afile/out, but nothing can be",

@@ -1,57 +1,19 @@
 """text_corpus: a Hugging Face data set or local files as documents, one row each."""
 
 import glob
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppl_eval import components, fingerprint
+from ppl_eval import components
+from ppl_eval.data import files as file_names
 from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
+from ppl_eval.data.files import LOADERS, Files
+from ppl_eval.data.formats import UNITS, Wanted
 from ppl_eval.errors import UserError
-
-_LOADERS = {
-    ".txt": "text",
-    ".text": "text",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-}
-_LOADER_NAMES = {"text": "text", "txt": "text", "json": "json", "jsonl": "json"} | {
-    name: name for name in ("csv", "parquet")
-}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What is to be read, and by what.
-
-    Attributes:
-        name: as an error calls it.
-        loader: json, text, csv or parquet, or None for a data set's own name or format.
-        files: local or remote files, if they are known one by one.
-        folder: a local folder of files for ``loader``, whose names tell their splits.
-    """
-
-    name: str
-    loader: str | None
-    files: tuple[str, ...] = ()
-    folder: str | None = None
-
-    @property
-    def local_files(self) -> list[Path]:
-        """The files that lie on this machine."""
-        if self.folder is not None:
-            return _files_in(Path(self.folder))
-        return [Path(file) for file in self.files if "://" not in file]
 
 
 def text_corpus(
@@ -62,67 +24,66 @@ def text_corpus(
     domain_column: str | None = None,
     name: str | None = None,
     revision: str | None = None,
-    unit: str = "line",
+    unit: str | None = None,
 ) -> Corpus:
     """Config component: texts of a Hugging Face data set or of local files.
 
-    A local file, folder or loader name is recognised before any hub is asked.
+    A local file, folder or loader name is recognised before any hub is asked. Text, id (a column
+    called ``id``, if there is one) and domain are taken as the file spells them; other columns are
+    not read.
 
     Args:
-        source: a data set's name, a local file or folder, or a loader (json, text, csv, parquet).
-            None with ``data_files``: the suffix decides.
-        data_files: files or glob patterns, read in the order given.
-        split: which split; None takes the only one there is.
+        source: a data set's name, a local file or folder (of files, or made by ``save_to_disk``),
+            or a loader (json, text, csv, parquet, arrow). None with ``data_files``: the suffix
+            decides.
+        data_files: files or glob patterns, read in the order given, or one folder.
+        split: which split, or a part of it such as ``train[:10]`` or ``test[50%:]``; None takes the
+            only one there is. Files that are not in a folder are ``train``.
         column: holds the text.
         domain_column: holds each row's domain, for results by domain. None takes a column named
             ``domain`` if there is one; an empty string takes none.
-        name: the data set's configuration, such as ``wikitext-2-raw-v1``.
+        name: the data set's configuration, such as ``wikitext-2-raw-v1``; of a local folder, the
+            subfolder.
         revision: the data set's commit, tag or branch.
-        unit: of a .txt file: each ``line`` is a document, or the whole ``file``.
+        unit: what is a document of a .txt file: each ``line``, each ``paragraph`` (blank lines
+            separate them) or the whole ``file``. None: lines, of files without blank lines between
+            others.
 
     Raises:
-        UserError: no such file, split or column; a file that is not UTF-8 or not JSON; no rows.
+        UserError: no such file, split or column; a file that is not what its name says; a row
+            without a text; no rows.
     """
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    _check_arguments(source, data_files, column, unit)
-    found = _locate(source, data_files)
-    options = {"split": split, "revision": revision, **_loader_options(found, column, unit)}
-    # datasets takes a file with the same name and time for the same file; the name of the
-    # configuration is part of its cache's key as well
-    key = fingerprint.of_files(found.local_files) if found.loader else None
-    try:
-        with _quiet_datasets():
-            loaded = datasets.load_dataset(
-                found.loader or found.name,
-                name=name if key is None else f"content-{key}",
-                **options,
+    _check_arguments(source, data_files, column, domain_column, split, name, revision, unit)
+    source = source if source is None else _expanded(source)
+    with _quiet_datasets():
+        local = _local(source, data_files, name, revision)
+        if isinstance(local, Files):
+            return _of_files(local, split, Wanted(column, domain_column, unit))
+        if unit is not None:
+            raise UserError(
+                f"dataset.unit is {unit!r}, but it is for .txt files: {local or source} has rows,"
+                " which are the documents"
             )
-    except StopIteration as error:
-        raise UserError(f"{found.name} is empty: there is nothing to measure") from error
-    except (DatasetsError, OSError, ValueError) as error:
-        raise UserError(_explain(found, error)) from error
-    table = _only_split(loaded, found.name)
+        if local is not None:
+            splits, origin, notes = _saved(local), str(local), ()
+        else:
+            from ppl_eval.data import hub
+
+            origin = str(source)
+            splits, trouble = hub.load(origin, name, revision)
+            cached = f"dataset.source {origin} is read from the cache, since {trouble}"
+            notes = (cached,) if trouble else ()
+        table = _choose(splits, split, origin)
     for argument, wanted in (("column", column), ("domain_column", domain_column or column)):
         if wanted not in table.column_names:
             raise UserError(
-                f"dataset.{argument} is {wanted!r}, but {found.name} has the columns"
+                f"dataset.{argument} is {wanted!r}, but {origin} has the columns"
                 f" {', '.join(table.column_names)}"
             )
-    if len(table) == 0:
-        raise UserError(f"{found.name} has no rows: there is nothing to measure")
     if domain_column is None and "domain" in table.column_names:
         domain_column = "domain"
     id_column = "id" if "id" in table.column_names else None
-    return Corpus(
-        table,
-        column,
-        domain_column or None,
-        id_column,
-        found.name,
-        explain=lambda error: _explain(found, error),
-    )
+    return Corpus(table, column, domain_column or None, id_column, origin, notes)
 
 
 def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
@@ -158,13 +119,29 @@ def named_corpora(corpora: Mapping[str, Mapping[str, Any]], tokenizer: Any = Non
     )
 
 
-def _check_arguments(source: Any, data_files: Any, column: Any, unit: Any) -> None:
-    if unit not in ("line", "file"):
-        raise UserError(f"dataset.unit is {unit!r}, but it is line or file")
+def _check_arguments(
+    source: Any,
+    data_files: Any,
+    column: Any,
+    domain_column: Any,
+    split: Any,
+    name: Any,
+    revision: Any,
+    unit: Any,
+) -> None:
+    if unit is not None and unit not in UNITS:
+        raise UserError(f"dataset.unit is {unit!r}, but it is line, paragraph, file or null")
     if not isinstance(column, str) or not column:
         raise UserError(f"dataset.column is {column!r}, but it is the name of a column")
+    if domain_column is not None and not isinstance(domain_column, str):
+        raise UserError(
+            f"dataset.domain_column is {domain_column!r}, but it is the name of a column or null"
+        )
     if source is not None and (not isinstance(source, str) or not source):
         raise UserError(f"dataset.source is {source!r}, but it is a name, a path or null")
+    for key, value in (("split", split), ("name", name), ("revision", revision)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise UserError(f"dataset.{key} is {value!r}, but it is a name or null")
     files = data_files if isinstance(data_files, Sequence) or data_files is None else [data_files]
     if not all(isinstance(file, str) and file for file in files or []):
         raise UserError(
@@ -172,85 +149,146 @@ def _check_arguments(source: Any, data_files: Any, column: Any, unit: Any) -> No
         )
 
 
-def _locate(source: str | None, data_files: str | Sequence[str] | None) -> _Source:
+def _local(
+    source: str | None, data_files: str | Sequence[str] | None, name: str | None, revision: Any
+) -> Files | Path | None:
+    """Files, a folder that save_to_disk wrote, or None for a data set of a hub."""
     patterns = [data_files] if isinstance(data_files, str) else list(data_files or [])
-    if source is not None and source not in _LOADER_NAMES and not patterns:
-        path = Path(source)
-        if path.is_dir():
-            files = _files_in(path)
-            loader = _loader_of([str(file) for file in files]) if files else None
-            return _Source(source, loader, folder=source if files else None)
-        if path.is_file():
-            return _Source(source, _loader_of([source]), files=(source,))
-        if _suffix(source) in _LOADERS or source.startswith((".", "/", "~")):
-            raise UserError(f"dataset.source is {source!r}, but there is no such file or folder")
-        return _Source(source, None)
-    if not patterns:
+    loader = None if source is None else LOADERS.get(source)
+    if source is not None and loader is None:
+        if patterns:
+            raise UserError(
+                f"dataset.source is {source!r} and data_files is {data_files!r}, but with"
+                f" data_files it is a loader ({', '.join(dict.fromkeys(LOADERS.values()))}) or"
+                " null: the suffix decides"
+            )
+        if not _is_local(source):
+            return None
+        patterns, key = [source], "source"
+    elif not patterns:
         which = "no source" if source is None else f"source {source!r}, which is a loader's name,"
         raise UserError(f"dataset has {which} and no data_files: set dataset.data_files=FILE")
-    files = [file for pattern in patterns for file in _expand(pattern)]
-    if source is None:
-        return _Source(", ".join(files), _loader_of(files), files=tuple(files))
-    if source not in _LOADER_NAMES:
+    else:
+        key = "data_files"
+    folder = Path(os.path.expanduser(patterns[0]))
+    if name is not None and (folder / name).is_dir():
+        folder = folder / name
+    elif name is not None or revision is not None:
+        found = f"name is {name!r}" if name is not None else f"revision is {revision!r}"
         raise UserError(
-            f"dataset.source is {source!r} and data_files is {data_files!r}, but with data_files it"
-            " is a loader (json, text, csv, parquet) or null: the suffix decides"
+            f"dataset.{found}, but that is for data sets of a hub, and {patterns[0]} is read here:"
+            " remove it"
         )
-    return _Source(", ".join(files), _LOADER_NAMES[source], files=tuple(files))
+    if len(patterns) == 1 and folder.is_dir():
+        return folder if file_names.is_saved(folder) else file_names.of_folder(folder, loader)
+    paths = [path for pattern in patterns for path in file_names.expand(pattern, key)]
+    names = paths
+    if any("://" in path for path in paths):
+        from ppl_eval.data import hub
+
+        names, paths = hub.download(paths)
+    return file_names.named(names, paths, loader)
 
 
-def _expand(pattern: str) -> list[str]:
-    if "://" in pattern:
-        return [pattern]
-    if Path(pattern).is_dir():
+def _expanded(source: str) -> str:
+    return os.path.expanduser(source) if source.startswith("~") else source
+
+
+def _is_local(source: str) -> bool:
+    """Whether a source can be nothing but a path, or is one."""
+    if "://" in source:
+        return file_names.suffix_is_known(source)
+    return (
+        os.path.lexists(source)
+        or source.startswith((".", "/"))
+        or file_names.suffix_is_known(source)
+        or glob.has_magic(source)
+    )
+
+
+def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
+    from ppl_eval.data import table
+
+    loaders = {file.loader for files in found.splits.values() for file in files}
+    if wanted.unit is not None and loaders != {"text"}:
         raise UserError(
-            f"dataset.data_files is {pattern!r}, but that is a folder: name its files, or set"
-            " dataset.source to it"
+            f"dataset.unit is {wanted.unit!r}, but it is for .txt files: {found.name} has rows,"
+            " which are the documents"
         )
-    found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
-    if not found:
-        raise UserError(f"dataset.data_files is {pattern!r}, but there is no such file")
-    return found
+    asked = _asked(list(found.splits), split, found.name)
+    tables = table.of_files({name: found.splits[name] for name in asked}, wanted)
+    notes = []
+    if found.left_out:
+        more = ", ..." if len(found.left_out) > 3 else ""
+        notes.append(
+            f"{found.name}: {len(found.left_out)} files are in no split by their names and are not"
+            f" read: {', '.join(found.left_out[:3])}{more}"
+        )
+    rows = _choose(tables, split, found.name)
+    if wanted.unit is None and loaders == {"text"}:
+        notes.append(
+            f"{found.name} is read by line: {len(rows):,} documents; dataset.unit=paragraph or"
+            " dataset.unit=file reads it otherwise"
+        )
+    domain = "domain" if wanted.domain != "" else None
+    return Corpus(rows, "text", domain, "id", found.name, tuple(notes))
 
 
-def _files_in(folder: Path) -> list[Path]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [file for file in files if _suffix(str(file)) in _LOADERS]
+def _saved(folder: Path) -> Any:
+    """The data sets of a folder that save_to_disk wrote."""
+    import datasets
 
-
-def _suffix(file: str) -> str:
-    path = Path(file)
-    return Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-
-
-def _loader_of(files: Sequence[str]) -> str:
-    loaders = {_LOADERS.get(_suffix(file)) for file in files}
-    if len(loaders) != 1 or None in loaders:
+    try:
+        return datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"cannot tell what {', '.join(files[:5])} is by its suffix (known:"
-            f" {', '.join(_LOADERS)}): set dataset.source to json, text, csv or parquet"
+            f"{folder} was made by save_to_disk, but cannot be loaded:"
+            f" {' '.join(str(error).split())}: copy the whole folder"
+        ) from error
+
+
+def _asked(names: Sequence[str], split: str | None, origin: str) -> list[str]:
+    """Which splits are needed.
+
+    Raises:
+        UserError: none is chosen of several, or one that there is not.
+    """
+    from datasets import ReadInstruction
+
+    has = f"{origin} has the split{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    if split is None:
+        if len(names) > 1:
+            raise UserError(f"{has}: choose one by dataset.split")
+        return list(names)
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute(dict.fromkeys(names, 10**9))
+    except ValueError as error:
+        raise UserError(f"dataset.split is {split!r}, but {has}: {error}") from error
+    return list(dict.fromkeys(part.splitname for part in parts))
+
+
+def _choose(loaded: Any, split: str | None, origin: str) -> Any:
+    """Rows of the splits, or parts of splits, that are asked for."""
+    from datasets import Dataset, ReadInstruction, concatenate_datasets
+
+    if isinstance(loaded, Dataset):
+        loaded = {str(loaded.split or "train"): loaded}
+    asked = _asked(list(loaded), split, origin)
+    if split is None:
+        rows = loaded[asked[0]]
+    else:
+        try:
+            sizes = {name: len(rows) for name, rows in loaded.items()}
+            parts = ReadInstruction.from_spec(split).to_absolute(sizes)
+        except ValueError as error:
+            raise UserError(f"dataset.split is {split!r}, but {origin}: {error}") from error
+        rows = concatenate_datasets(
+            [loaded[part.splitname].select(range(part.from_, part.to)) for part in parts]
         )
-    return str(loaders.pop())
-
-
-def _loader_options(found: _Source, column: str, unit: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if found.files:
-        # datasets reads brackets and stars in a name as a pattern
-        options["data_files"] = [
-            file if "://" in file else glob.escape(file) for file in found.files
-        ]
-    elif found.folder is not None:
-        options["data_dir"] = found.folder
-    if found.loader == "text":
-        sample_by = {"line": "line", "file": "document"}[unit]
-        options |= {"encoding": "utf-8-sig", "sample_by": sample_by}
-    elif found.loader == "csv":  # a field is text as it stands, also when it reads NA or 007
-        as_they_stand = dict.fromkeys((column, "id", "domain"), str)
-        options |= {"encoding": "utf-8-sig", "na_filter": False, "converters": as_they_stand}
-        if any(_suffix(str(file)) == ".tsv" for file in found.files):
-            options["sep"] = "\t"
-    return options
+    if len(rows) == 0:
+        part = "" if split is None else f", split {split},"
+        raise UserError(f"{origin}{part} has no rows: there is nothing to measure")
+    return rows
 
 
 @contextmanager
@@ -268,43 +306,3 @@ def _quiet_datasets() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _only_split(loaded: Any, origin: str) -> Any:
-    if not isinstance(loaded, Mapping):
-        return loaded
-    if len(loaded) != 1:
-        raise UserError(f"{origin} has the splits {', '.join(loaded)}: choose one by dataset.split")
-    return next(iter(loaded.values()))
-
-
-def _explain(found: _Source, error: Exception) -> str:
-    """One sentence for a corpus that cannot be read, with file and line if there is one."""
-    for file in found.local_files:
-        if file.suffix in _COMPRESSED:
-            continue
-        if file.stat().st_size == 0:
-            return f"{file} is empty: there is nothing to measure"
-        if found.loader in ("text", "json", "csv"):
-            fault = _first_bad_line(file, is_json=found.loader == "json")
-            if fault:
-                return fault
-    reason = error if error.__cause__ is None else error.__cause__
-    return f"{found.name} cannot be read as a data set: {' '.join(str(reason).split())}"
-
-
-def _first_bad_line(file: Path, *, is_json: bool) -> str | None:
-    is_array = False
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                return f"{file}, line {number} is not UTF-8: {error.reason} at byte {error.start}"
-            is_array |= number == 1 and text.lstrip().startswith("[")
-            if is_json and not is_array and text.strip():
-                try:
-                    json.loads(text)
-                except ValueError as error:
-                    return f"{file}, line {number} is not JSON: {error}"
-    return None

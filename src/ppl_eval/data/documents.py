@@ -1,12 +1,13 @@
 """Documents: texts with what their rows say about them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, overload
 
 import numpy as np
 
+from ppl_eval.data.columns import as_text, is_text
 from ppl_eval.errors import UserError
 
 
@@ -39,7 +40,7 @@ class Corpus(Sequence[Document]):
         domain_column: holds the domain's name, or None.
         id_column: holds the row's own id, or None.
         origin: where the rows come from, for errors.
-        explain: turns an exception of reading into one sentence.
+        notes: what a user should know of how they were read, one sentence each.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class Corpus(Sequence[Document]):
         domain_column: str | None,
         id_column: str | None,
         origin: str,
-        explain: Callable[[Exception], str],
+        notes: tuple[str, ...] = (),
     ) -> None:
         wanted = [c for c in (column, domain_column, id_column) if c is not None]
-        self._table = table.select_columns(list(dict.fromkeys(wanted)))
+        self._table = table.select_columns(list(dict.fromkeys(wanted))).with_format("arrow")
         self._column, self._domain, self._id = column, domain_column, id_column
-        self._origin, self._explain = origin, explain
+        self._origin = origin
+        self.notes = notes
 
     def __len__(self) -> int:
         return len(self._table)
@@ -62,14 +64,15 @@ class Corpus(Sequence[Document]):
     def first(self, count: int) -> "Corpus":
         """The first ``count`` documents, or all if there are fewer."""
         table = self._table.select(range(min(count, len(self))))
-        return Corpus(table, self._column, self._domain, self._id, self._origin, self._explain)
+        return Corpus(table, self._column, self._domain, self._id, self._origin, self.notes)
 
     def labels(self) -> list[tuple[str | int | None, str | None]]:
         """(id, domain) of every row, without reading the texts."""
-        nothing = [None] * len(self)
-        ids = list(self._table[self._id]) if self._id else nothing
-        domains = list(self._table[self._domain]) if self._domain else nothing
-        return [(_own_id(i), _own_domain(d)) for i, d in zip(ids, domains, strict=True)]
+        names = [name for name in (self._id, self._domain) if name is not None]
+        rows = self._table.select_columns(list(dict.fromkeys(names)))[:] if names else None
+        ids = self._texts(rows, self._id, range(len(self)))
+        domains = self._texts(rows, self._domain, range(len(self)))
+        return list(zip(ids, domains, strict=True))
 
     @overload
     def __getitem__(self, index: int) -> Document: ...
@@ -80,27 +83,34 @@ class Corpus(Sequence[Document]):
             number = range(len(self))[index]
             return self[number : number + 1][0]
         numbers = range(len(self))[index]
-        try:
-            columns = self._table[index]
-        except UnicodeDecodeError as error:  # Arrow does not check what JSON strings hold
-            raise UserError(self._explain(error)) from error
-        nothing = [None] * len(numbers)
-        ids = columns[self._id] if self._id else nothing
-        domains = columns[self._domain] if self._domain else nothing
-        texts = columns[self._column]
-        return [
-            Document(self._checked(number, text), _own_id(row_id), _own_domain(domain))
-            for number, text, row_id, domain in zip(numbers, texts, ids, domains, strict=True)
-        ]
+        rows = self._table[index]
+        self._check(rows, numbers)
+        columns = [self._texts(rows, c, numbers) for c in (self._column, self._id, self._domain)]
+        return [Document(str(text), *labels) for text, *labels in zip(*columns, strict=True)]
 
-    def _checked(self, number: int, text: Any) -> str:
-        if isinstance(text, str):
-            return text
-        found = "null" if text is None else f"{type(text).__name__} {text!r:.60}"
-        raise UserError(
-            f"{self._origin}, row {number} (the first is 0): column {self._column!r} holds {found},"
-            " but every row needs a text: mend or drop the row"
-        )
+    def _texts(self, rows: Any, column: str | None, numbers: range) -> list[str | None]:
+        if column is None:
+            return [None] * len(numbers)
+        try:
+            return as_text(rows[column]).to_pylist()
+        except UnicodeDecodeError as error:  # Arrow does not check what its strings hold
+            raise UserError(
+                f"{self._origin}, rows {numbers[0]} to {numbers[-1]}: column {column!r} holds bytes"
+                f" that are not UTF-8: {error.reason}"
+            ) from error
+
+    def _check(self, rows: Any, numbers: range) -> None:
+        """Every row has a text."""
+        column = rows[self._column]
+        if is_text(column.type) and not column.null_count:
+            return
+        for number, value in zip(numbers, column, strict=True):
+            if not value.is_valid or not is_text(value.type):
+                found = "null" if not value.is_valid else f"{value.type} {value.as_py()!r:.60}"
+                raise UserError(
+                    f"{self._origin}, row {number} (the first is 0): column {self._column!r} holds"
+                    f" {found}, but every row needs a text: mend or drop the row"
+                )
 
 
 class NamedCorpora(Sequence[Document]):
@@ -117,6 +127,11 @@ class NamedCorpora(Sequence[Document]):
 
     def __len__(self) -> int:
         return sum(map(len, self.parts.values()))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the data sets were read, one sentence each."""
+        return tuple(f"{name}: {note}" for name, part in self.parts.items() for note in notes(part))
 
     def first(self, count: int) -> "NamedCorpora":
         """The first ``count`` documents of each data set."""
@@ -193,6 +208,11 @@ def labels(documents: Sequence[Document]) -> list[tuple[str | int | None, str | 
     if isinstance(documents, Corpus | NamedCorpora):
         return documents.labels()
     return [(document.id, document.domain) for document in documents]
+
+
+def notes(documents: Any) -> tuple[str, ...]:
+    """What a user should know of how documents were read; nothing for other than a corpus."""
+    return documents.notes if isinstance(documents, Corpus | NamedCorpora) else ()
 
 
 def come_as_tokens(documents: Sequence[Document]) -> bool:

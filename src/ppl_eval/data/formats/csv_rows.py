@@ -1,0 +1,70 @@
+"""CSV and TSV: fields are text as they stand."""
+
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ppl_eval.data.files import File
+from ppl_eval.data.formats.rows import Rows
+from ppl_eval.data.formats.stream import decoded
+from ppl_eval.data.formats.wanted import Seen, Wanted, places
+from ppl_eval.errors import UserError
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Fields longer than the csv module's 131,072 characters; the limit is the process's."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Rows:
+    """The rows of a CSV or TSV file under their header.
+
+    Raises:
+        UserError: a row that does not fit the header, or a quote that is not closed, with its line.
+    """
+    return Rows("line", _rows(file, wanted, seen))
+
+
+def _rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[tuple[int, Any, Any, Any]]:
+    separator = "\t" if file.suffix == ".tsv" else ","
+    lines = (text for _, text in decoded(file))
+    rows = csv.reader(lines, delimiter=separator, strict=True)
+    header: list[str] | None = None
+    found: list[int | None] = []
+    while True:
+        number = rows.line_num + 1
+        try:
+            with _long_fields():
+                row = next(rows, None)
+        except csv.Error as error:
+            hint = "; a quote inside a quoted field is doubled" if '"' in f"{error}" else ""
+            raise UserError(
+                f"{file.name}, line {number} cannot be read as"
+                f" {file.suffix[1:].upper() or 'CSV'}: {error}{hint}"
+            ) from error
+        if row is None:
+            return
+        if not row:  # a blank line
+            continue
+        if header is None:
+            header = row
+            found = places(file.name, header, wanted, seen)
+            continue
+        if len(row) != len(header):
+            raise UserError(
+                f"{file.name}, line {number} has {_fields(row)}, but the header has"
+                f" {_fields(header)}: a field with a separator or a line's end in it needs quotes"
+            )
+        text, row_id, domain = (None if place is None else row[place] for place in found)
+        yield number, text, row_id, domain
+
+
+def _fields(row: Sequence[str]) -> str:
+    return f"{len(row)} field{'' if len(row) == 1 else 's'}"

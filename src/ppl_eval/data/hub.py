@@ -1,0 +1,151 @@
+"""Data sets of a hub: is it there at all, and what does it say."""
+
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from ppl_eval.errors import UserError
+
+_LOOK_S = 3.5
+"""How long a name may take to resolve; the connection itself has the library's own time-outs."""
+
+
+def load(name: str, config: str | None, revision: str | None) -> tuple[Any, str | None]:
+    """Load a data set by its name on the hub, from the cache where the hub is out of reach.
+
+    Args:
+        name: such as ``Salesforce/wikitext``.
+        config: the data set's configuration.
+        revision: commit, tag or branch.
+
+    Returns:
+        A mapping of splits to data sets, and why they come from the cache if the hub is out of
+        reach.
+
+    Raises:
+        UserError: no such data set, or no hub.
+    """
+    import datasets
+    import datasets.config
+    from datasets.exceptions import DatasetsError
+
+    endpoint = datasets.config.HF_ENDPOINT
+    trouble = None if datasets.config.HF_HUB_OFFLINE else out_of_reach(endpoint)
+    try:
+        with _offline(trouble is not None):
+            return datasets.load_dataset(name, name=config, revision=revision), trouble
+    except (DatasetsError, OSError, ValueError) as error:
+        reason = error if error.__cause__ is None else error.__cause__
+        said = trouble or " ".join(str(reason).split()).rstrip(".")
+        raise UserError(
+            f"dataset.source is {name!r}, which is no file or folder here, and the hub does not"
+            f" give it: {said}: for files of your own set dataset.data_files=FILE or"
+            " dataset.source=FOLDER"
+        ) from error
+
+
+def out_of_reach(address: str) -> str | None:
+    """Why the host of an address cannot be reached, found out within 4 s.
+
+    A host that is slow, or that is reached by a proxy, is left to whoever asks it.
+
+    Args:
+        address: such as ``https://huggingface.co``.
+
+    Returns:
+        A reason, or None.
+    """
+    parts = urlsplit(address)
+    host, port = parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)
+    proxies = urllib.request.getproxies()
+    is_bypassed = bool(urllib.request.proxy_bypass(host or ""))
+    if not host or ((parts.scheme in proxies or "all" in proxies) and not is_bypassed):
+        return None
+    found: dict[str, str | None] = {"reason": f"the name {host} does not resolve"}
+
+    def look() -> None:
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            found["reason"] = f"the name {host} does not resolve ({error.strerror or error})"
+            return
+        found["reason"] = None
+        found["reason"] = _refused(host, port, [entry[4] for entry in addresses])
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(_LOOK_S)
+    return found["reason"]
+
+
+def _refused(host: str, port: int, addresses: list[Any]) -> str | None:
+    """Why none of the addresses takes a connection; None if one does or is slow."""
+    reason = None
+    for address in addresses:
+        try:
+            socket.create_connection(address[:2], timeout=_LOOK_S).close()
+            return None
+        except TimeoutError:
+            return None
+        except OSError as error:
+            reason = f"{host}:{port} does not answer ({error.strerror or error})"
+    return reason
+
+
+@contextmanager
+def _offline(wanted: bool) -> Iterator[None]:
+    """The datasets library takes what it has cached, and asks nobody."""
+    import datasets
+    import datasets.config
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or wanted
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def download(names: list[str]) -> tuple[list[str], list[str]]:
+    """Fetch remote files into the cache of the datasets library.
+
+    Args:
+        names: ``https://``, ``hf://`` and whatever else the library knows, patterns included, and
+            local files among them.
+
+    Returns:
+        (names, paths) of the files, in the same order.
+
+    Raises:
+        UserError: an address that cannot be fetched.
+    """
+    import datasets
+    import datasets.config
+    from datasets.data_files import resolve_pattern
+
+    found: list[str] = []
+    for name in names:
+        web = datasets.config.HF_ENDPOINT if name.startswith("hf://") else name
+        if not datasets.config.HF_HUB_OFFLINE and web.startswith(("http://", "https://")):
+            trouble = out_of_reach(web)
+            if trouble:
+                raise UserError(f"dataset.data_files: {name} cannot be fetched: {trouble}")
+        try:
+            found += resolve_pattern(name, os.sep) if "://" in name else [name]
+        except (OSError, ValueError) as error:
+            raise UserError(_not_fetched(name, error)) from error
+    remote = [name for name in found if "://" in name]
+    try:
+        fetched = iter(datasets.DownloadManager().download(remote))
+    except (OSError, ValueError) as error:
+        raise UserError(_not_fetched(", ".join(remote), error)) from error
+    return found, [next(fetched) if "://" in name else name for name in found]
+
+
+def _not_fetched(name: str, error: Exception) -> str:
+    return f"dataset.data_files: {name} cannot be fetched: {' '.join(str(error).split())}"
