@@ -81,7 +81,7 @@ def prepared(node, checkpointer, folder=None, *, merge=True, dtype=torch.float32
     model = build_on_meta(node, dtype, config)
     slots = strip(model)
     source, convert, layout = open_checkpoint(checkpointer, config)
-    adapter = folder and read_adapter(str(folder), checkpointer, config, model, slots)
+    adapter = folder and read_adapter(str(folder), checkpointer, config.values, model, slots)
     if adapter and not merge:
         install(model, adapter)
     check_names(model, source, convert, layout, adapter or None)

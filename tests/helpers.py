@@ -38,6 +38,11 @@ class WordTokenizer:
         return [int(word) for word in text.split()]
 
 
+def words():
+    """Config component."""
+    return WordTokenizer()
+
+
 def sharp_llama(vocab_size=101, *, tied=False, max_seq_len=64, sharpness=10.0, seed=0):
     """A small random llama whose head is sharpened, so that a shifted label changes the loss."""
     torch.manual_seed(seed)

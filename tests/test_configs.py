@@ -16,6 +16,7 @@ from ppl_eval.errors import UserError
 from ppl_eval.model.agree import check_against_config
 from ppl_eval.model.auto import sections
 from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.config_json import interpret
 from ppl_eval.schema import COMPONENTS, TEACHER_COMPONENTS
 
 STUDENT = str(shipped.embedded_path("tiny_student"))
@@ -246,8 +247,12 @@ PUBLISHED = {
 """Parameters, and what the publishers' config.json says."""
 
 
+def said(published):
+    return interpret(published, Path("config.json"))
+
+
 def built(model_section, config):
-    model = build_on_meta(model_section, torch.bfloat16, config)
+    model = build_on_meta(model_section, torch.bfloat16, said(config))
     return model, {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
@@ -272,7 +277,7 @@ def test_a_config_builds_the_published_model(name, tmp_path):
     assert shapes["layers.0.attn.k_proj.weight"] == (kv_heads * head_dim, dim)
     assert shapes["layers.0.mlp.w1.weight"] == (hidden, dim)
     assert model.max_seq_len == published["max_position_embeddings"]
-    check_against_config(model, config.checkpointer, published)
+    check_against_config(model, config.checkpointer, said(published))
 
     # and what the folder says leads to the same model, in both layouts of config.json
     moved = {k: v for k, v in published.items() if k not in ("rope_theta", "rope_scaling")}
@@ -284,7 +289,7 @@ def test_a_config_builds_the_published_model(name, tmp_path):
         auto = sections(str(tmp_path))
         auto_model, auto_shapes = built(auto["model"], content)
         assert auto_shapes == shapes
-        check_against_config(auto_model, config.checkpointer, content)
+        check_against_config(auto_model, config.checkpointer, said(content))
         calls = [
             [getattr(layer.attn._attention_call, "window", None) for layer in m.layers]
             for m in (model, auto_model)
@@ -314,7 +319,7 @@ def test_builders_of_torchtune_that_differ_from_the_published_model_are_refused(
     _, published = PUBLISHED[name]
     model, _ = built({"_component_": f"torchtune.models.{component}"}, published)
     with pytest.raises(UserError, match=key):
-        check_against_config(model, {"checkpoint_dir": "DIR"}, published)
+        check_against_config(model, {"checkpoint_dir": "DIR"}, said(published))
 
 
 PAIRS = {

@@ -1,8 +1,7 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,7 +112,7 @@ def prepare(
     )
     warnings = (
         *warnings,
-        *_bos_warnings(student.config, protocol),
+        *_bos_warnings(student.config.family, protocol),
         *_loss_warnings(workload),
         *_cut_warnings(workload, getattr(tokenizer, "max_seq_len", None)),
         *_idle_warnings(workload, num_ranks, budget),
@@ -129,8 +128,7 @@ def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> ReadyModel:
         return ready_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
 
 
-def _bos_warnings(config: Mapping[str, Any], protocol: Protocol) -> Iterator[str]:
-    family = str(config.get("model_type"))
+def _bos_warnings(family: str | None, protocol: Protocol) -> Iterator[str]:
     if family in ("gemma", "gemma2") and protocol.bos_id is None:
         yield (
             f"{family} needs a BOS before every window, and this run gives none: its loss will be"

@@ -11,6 +11,7 @@ import families
 from ppl_eval import UserError
 from ppl_eval.config import load as load_config
 from ppl_eval.model import auto, build, convert, corrections
+from ppl_eval.model.config_json import NOTHING, ModelConfig, read_model_config
 from ppl_eval.score import head
 
 MISTRAL = "mistral (window of 7)"
@@ -30,14 +31,9 @@ def test_a_family_equals_transformers(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "module", "attribute", "broken"),
     [
-        (MISTRAL, corrections, "sliding_windows", lambda config, layers: [None] * layers),
-        ("phi3 (window of 13)", corrections, "sliding_windows", lambda config, n: [None] * n),
-        (
-            "qwen2 (window of 9 from layer 1 on)",
-            corrections,
-            "sliding_windows",
-            lambda c, n: [9] * n,
-        ),
+        (MISTRAL, corrections, "_windows", lambda config, n: [None] * n),
+        ("phi3 (window of 13)", corrections, "_windows", lambda config, n: [None] * n),
+        ("qwen2 (window of 9 from layer 1 on)", corrections, "_windows", lambda c, n: [9] * n),
         (LLAMA3_1, corrections, "_set_rope_scaling", lambda model, config: None),
         (GEMMA2, head, "soft_capped", lambda logits, soft_cap: logits),
         (GEMMA2, convert, "renamed", lambda name, kind: name.replace("norm.rms_norm.", "norm.")),
@@ -66,14 +62,15 @@ def in_the_old_layout(folder):
 
 @pytest.mark.parametrize("name", [LLAMA3_1, MISTRAL, GEMMA2, "qwen2 (window of 9 from layer 1 on)"])
 def test_both_layouts_of_config_json_say_the_same(name, tmp_path):
+    def said():
+        config = read_model_config(tmp_path / "config.json")
+        return auto.sections(str(tmp_path)), config.values, config.rope, config.windows
+
     families.write(name, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    num_layers = config["num_hidden_layers"]
-    new = auto.sections(str(tmp_path)), corrections.sliding_windows(config, num_layers)
+    new = said()
     in_the_old_layout(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert "rope_parameters" not in config
-    assert (auto.sections(str(tmp_path)), corrections.sliding_windows(config, num_layers)) == new
+    assert "rope_parameters" not in json.loads((tmp_path / "config.json").read_text())
+    assert said() == new
 
 
 def test_a_checkpoint_in_the_old_layout_gives_the_same_numbers(tmp_path, monkeypatch):
@@ -137,32 +134,41 @@ def llama_config(**changes):
 
 inexpressible = [
     (
-        {"architectures": ["Qwen3ForCausalLM"]},
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
         "is of Qwen3ForCausalLM, but torchtune 0.6.1 has Llama",
     ),
-    ({"architectures": None}, "is of none, but torchtune"),
-    ({"attention_bias": True}, "attention_bias True, but .* has False only: measure it with"),
+    (
+        {"architectures": None, "model_type": ...},
+        "is of no model_type and no architectures, but torchtune",
+    ),
+    ({"architectures": ["LlamaModel"]}, "is of LlamaModel, which is no causal language model"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantised by gptq, but quantised"),
+    ({"quantization_config": {"load_in_4bit": True}}, "quantised by bitsandbytes, but"),
+    ({"quantization_config": {"quant_method": "torchao"}}, "quantised by torchao, but"),
+    ({"attention_bias": True}, "attention_bias True, but .* has False only for llama: measure it"),
     ({"mlp_bias": True}, "mlp_bias True"),
     ({"head_dim": 16}, "head_dim 16, but torchtune 0.6.1 has 12 only"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu', but torchtune 0.6.1 has 'silu' only"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary embedding by 'linear', but"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rotary embedding by 'yarn', but"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without a low_freq_factor"),
-    ({"rms_norm_eps": ...}, "has no rms_norm_eps, without which"),
-    ({"hidden_size": None}, "has no hidden_size"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu', but torchtune 0.6.1 has 'silu' and 'swish' only"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear', but"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn', but"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor None, but"),
+    ({"hidden_size": None}, "hidden_size None, but it is of type int"),
     (
-        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
+        {"architectures": None, "model_type": "phi3", "partial_rotary_factor": 0.75},
         "partial_rotary_factor 0.75",
     ),
     (
-        {"architectures": ["Phi3ForCausalLM"], "tie_word_embeddings": True},
+        {"architectures": None, "model_type": "phi3", "tie_word_embeddings": True},
         "tie_word_embeddings True",
     ),
     (
-        {"architectures": ["MistralForCausalLM"], "head_dim": 128},
+        {"architectures": None, "model_type": "mistral", "head_dim": 128},
         "head_dim 128",
     ),
-    ({"architectures": ["GemmaForCausalLM"], "tie_word_embeddings": True}, "has no head_dim"),
+    (
+        {"architectures": None, "model_type": "gemma", "tie_word_embeddings": False},
+        "tie_word_embeddings False",
+    ),
 ]
 
 
@@ -216,11 +222,11 @@ def test_the_tokenizer_files_choose_the_tokenizer(family, files, component, tmp_
     components.check(tokenizer, "tokenizer")
 
 
-def test_windows_that_are_longer_than_the_text_change_nothing(tmp_path):
+def test_windows_that_are_longer_than_the_text_change_nothing():
     """And a model without config.json is taken as torchtune builds it."""
     node = {"_component_": "torchtune.models.mistral.mistral", **_SMALL}
-    plain = build.build_on_meta(node, torch.float32, {})
-    windowed = build.build_on_meta(node, torch.float32, {"sliding_window": 9})
+    plain = build.build_on_meta(node, torch.float32, NOTHING)
+    windowed = build.build_on_meta(node, torch.float32, ModelConfig("mistral", {}, {}, (9, 9)))
     calls = [layer.attn._attention_call for layer in (*plain.layers, *windowed.layers)]
     q = torch.randn(1, 4, 9, 12)
     results = [call(q, q, q, mask=None, dropout_p=0.0, is_causal=True) for call in calls]

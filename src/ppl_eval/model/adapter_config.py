@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval.errors import UserError
-from ppl_eval.model.agree import read_config
+from ppl_eval.model.config_json import read_json
 
 _CHANGES_MORE = (
     "alora_invocation_tokens",
@@ -47,7 +47,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is not readable, lacks r or lora_alpha, or asks for anything else.
     """
-    settings = read_config(path)
+    settings = read_json(path)
     kind = settings.get("peft_type", "LORA")
     if kind != "LORA":
         raise UserError(f"{path} has peft_type {kind}, but only LORA (with DoRA) is evaluated")

@@ -9,18 +9,19 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval import components
 from ppl_eval.errors import UserError
+from ppl_eval.model.config_json import ModelConfig
 from ppl_eval.model.corrections import correct
 
 
 def build_on_meta(
-    node: Mapping[str, Any], dtype: torch.dtype, config: Mapping[str, Any]
+    node: Mapping[str, Any], dtype: torch.dtype, config: ModelConfig
 ) -> TransformerDecoder:
     """Build the ``model`` component without allocating its parameters, and correct it.
 
     Args:
         node: ``_component_`` and its arguments.
         dtype: of the parameters.
-        config: the checkpoint's config.json, or empty; see :mod:`ppl_eval.model.corrections`.
+        config: the checkpoint's config.json; see :mod:`ppl_eval.model.corrections`.
 
     Raises:
         UserError: the builder rejects its arguments, or gives no decoder.

@@ -8,8 +8,9 @@ from typing import Any
 from ppl_eval import compat, components
 from ppl_eval import fingerprint as fingerprints
 from ppl_eval.errors import UserError
+from ppl_eval.model.config_json import ModelConfig
 from ppl_eval.model.convert import Convert, converter, layout_of
-from ppl_eval.model.folder import find_weight_files
+from ppl_eval.model.folder import check_shards, find_weight_files, need_folder, refuse_lfs_pointer
 from ppl_eval.model.source import DistributedSource, FileSource, Source, StateSource
 
 _LISTED = 5
@@ -73,10 +74,14 @@ def weight_files(node: Mapping[str, Any]) -> list[Path]:
     ):
         raise UserError(f"checkpointer.checkpoint_files is {files!r}, but it is a list of names")
     folder = Path(node["checkpoint_dir"])
+    need_folder(folder, "checkpointer.checkpoint_dir")
     paths = [folder / name for name in compat.file_names(files)]
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise UserError(f"{folder} lacks weight files that are asked for: {_some(absent)}")
+    check_shards([path.name for path in paths])
+    for path in paths:
+        refuse_lfs_pointer(path)
     return paths
 
 
@@ -99,7 +104,7 @@ def fingerprint(node: Mapping[str, Any], model_node: Mapping[str, Any]) -> str:
 
 
 def open_checkpoint(
-    node: Mapping[str, Any], config: Mapping[str, Any]
+    node: Mapping[str, Any], config: ModelConfig
 ) -> tuple[Source, Convert, str | None]:
     """The checkpoint's tensors, not yet read, and what turns their names into torchtune's.
 
@@ -108,7 +113,7 @@ def open_checkpoint(
 
     Args:
         node: from :func:`complete_checkpointer`.
-        config: the checkpoint's config.json, or empty.
+        config: the checkpoint's config.json.
 
     Returns:
         The source, the conversion, and the layout of the names (None if the component is not
@@ -118,7 +123,7 @@ def open_checkpoint(
         UserError: a file that cannot be read, or a family that is not evaluated.
     """
     layout = layout_of(node)
-    convert = converter(node, config)
+    convert = converter(node, config.values)
     distributed = distributed_folder(node)
     if distributed is not None:
         return DistributedSource(distributed), convert, "torchtune"

@@ -5,7 +5,6 @@ built on the meta device; the names of its parameters stay torchtune's, with one
 ``renamed`` gives.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torchtune.models.gemma2._attention import Gemma2Attention
@@ -14,51 +13,60 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from ppl_eval.errors import UserError
+from ppl_eval.model.config_json import ModelConfig
 from ppl_eval.score.attention import CausalAttention
 from ppl_eval.score.head import CappedHead
 
 
-def correct(model: TransformerDecoder, config: Mapping[str, Any]) -> None:
+def correct(model: TransformerDecoder, config: ModelConfig) -> None:
     """Make ``model`` compute what its checkpoint's config.json describes.
 
     Args:
         model: as torchtune builds it.
-        config: config.json; empty if there is none, and then only what the model itself shows is
+        config: what config.json says; if it says nothing, only what the model itself shows is
             corrected.
 
     Raises:
         UserError: config.json asks for something that torchtune's modules cannot express.
     """
-    windows = sliding_windows(config, len(model.layers))
     layers: Any = model.layers
+    windows = _windows(config, len(layers))
     for layer, window in zip(layers, windows, strict=True):
         if isinstance(layer.attn, Gemma2Attention):
-            layer.attn = _plain_attention(layer.attn)
+            own = layer.attn.sliding_window_size
+            if window is not None and own not in (None, window):
+                raise _differ("sliding_window", window, own)
+            layer.attn = _plain_attention(layer.attn, window if config.windows else own)
         elif window is not None:
             layer.attn._attention_call = CausalAttention(window=window)
     _uncap_hidden_states(model)
     _set_rope_scaling(model, config)
 
 
-def sliding_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """Keys that a query of each layer sees at most, by config.json; None for all.
+def _windows(config: ModelConfig, num_layers: int) -> tuple[int | None, ...]:
+    """Keys that a query of each layer sees at most; None for all.
 
     torchtune has sliding windows for Gemma 2 only; Mistral, Phi 3 and Qwen 2 silently get full
     attention.
     """
-    window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False:
-        return [None] * num_layers
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == num_layers:
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    if config.get("model_type") == "gemma2":
-        return [window if n % 2 == 0 else None for n in range(num_layers)]
-    first = config.get("max_window_layers", 0) if config.get("model_type") == "qwen2" else 0
-    return [window if n >= first else None for n in range(num_layers)]
+    if len(config.windows) == num_layers:
+        return config.windows
+    if any(config.windows):
+        raise UserError(
+            f"config.json gives {len(config.windows)} layers a window, but the model section builds"
+            f" {num_layers} layers: make them the same"
+        )
+    return (None,) * num_layers
 
 
-def _plain_attention(gemma2: Gemma2Attention) -> MultiHeadAttention:
+def _differ(key: str, stated: Any, built: Any) -> UserError:
+    return UserError(
+        f"config.json has {key} {stated}, but the model section builds {built}: make the model"
+        " section describe the checkpoint, or use --config auto_ppl_eval, which reads config.json"
+    )
+
+
+def _plain_attention(gemma2: Gemma2Attention, window: int | None) -> MultiHeadAttention:
     """Gemma 2's attention as the class that all other families have, with the same parameters.
 
     torchtune's builds masks and scores of all queries x keys.
@@ -76,7 +84,7 @@ def _plain_attention(gemma2: Gemma2Attention) -> MultiHeadAttention:
         max_seq_len=gemma2.max_seq_len,
     )
     attention._attention_call = CausalAttention(
-        window=gemma2.sliding_window_size, soft_cap=gemma2.softcapping, scale=gemma2.scaling
+        window=window, soft_cap=gemma2.softcapping, scale=gemma2.scaling
     )
     return attention
 
@@ -110,12 +118,15 @@ def renamed(name: str, model_type: str | None) -> str:
     return name.replace(".mlp_scale.", ".mlp_norm.")
 
 
-def _set_rope_scaling(model: TransformerDecoder, config: Mapping[str, Any]) -> None:
+def _set_rope_scaling(model: TransformerDecoder, config: ModelConfig) -> None:
     """Llama 3's rope scaling by config.json: torchtune's builders fix all but the factor."""
-    scaling = rope_scaling(config)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling, kind = config.rope, config.rope.get("rope_type", "default")
     ropes = {m for m in model.modules() if hasattr(m, "rope_init")}
-    if kind in ("default", None):
+    for rope in ropes if scaling else ():
+        built = getattr(rope, "scale_factor", 1)
+        if built != scaling.get("factor", 1) and kind in ("default", "llama3"):
+            raise _differ("factor of its rotary scaling", scaling.get("factor", 1), built)
+    if kind == "default":
         return
     if kind != "llama3" or not all(isinstance(rope, Llama3ScaledRoPE) for rope in ropes):
         raise UserError(
@@ -127,12 +138,3 @@ def _set_rope_scaling(model: TransformerDecoder, config: Mapping[str, Any]) -> N
         rope.low_freq_factor = scaling["low_freq_factor"]
         rope.high_freq_factor = scaling["high_freq_factor"]
         rope.old_context_len = scaling["original_max_position_embeddings"]
-
-
-def rope_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope section of config.json: ``rope_parameters`` (transformers 5) or ``rope_scaling``."""
-    for key in ("rope_parameters", "rope_scaling"):
-        section = config.get(key)
-        if isinstance(section, Mapping):
-            return dict(section)
-    return {}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ppl_eval.errors import UserError
@@ -15,6 +16,78 @@ _ADAPTERS = (
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
+_LFS = b"version https://git-lfs.github.com/spec/"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def need_folder(folder: str | Path, key: str) -> None:
+    """Refuse what is not a folder on this machine.
+
+    Args:
+        folder: the value of a config key.
+        key: that key, for messages.
+
+    Raises:
+        UserError: a file, a model's name on the hub, or nothing at all.
+    """
+    if Path(folder).is_dir():
+        return
+    name = str(folder)
+    if Path(folder).exists():
+        raise UserError(f"{key} is {name}, which is a file: give its folder, {Path(folder).parent}")
+    hint = ""
+    if _HUB_ID.fullmatch(name):
+        hint = (
+            f"; if it is a model of the hub, `tune download {name} --output-dir DIR"
+            f" --ignore-patterns None` brings it, and {key}=DIR names it"
+        )
+    raise UserError(f"{key} is {name}, but there is no such folder{hint}")
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Refuse a file whose content git left on its server.
+
+    Raises:
+        UserError: it is a pointer of git-lfs.
+    """
+    if not path.is_file() or path.stat().st_size > 1024:
+        return
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise UserError(
+                f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in its"
+                " folder, or download it again"
+            )
+
+
+def check_shards(names: Sequence[str]) -> None:
+    """Refuse a part of a model that is stored in several files.
+
+    Args:
+        names: files that are to be read, such as ``model-00001-of-00002.safetensors``.
+
+    Raises:
+        UserError: naming the files that are missing.
+    """
+    for name in names:
+        shard = _SHARD.search(name)
+        if shard is None:
+            continue
+        begin, end = shard.span()
+        width, total = len(shard[1]), int(shard[2])
+        every = [
+            f"{name[:begin]}-{number:0{width}}-of-{shard[2]}.{name[end:]}"
+            for number in range(1, total + 1)
+        ]
+        absent = [one for one in every if one not in names]
+        if absent:
+            more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+            raise UserError(
+                f"{name} is one of {total} files of a model, and {', '.join(absent[:5])}{more}"
+                f" {'is' if len(absent) == 1 else 'are'} missing: is the download complete?"
+            )
+
+
 def find_weight_files(folder: str | Path) -> list[str]:
     """Names of the weight files in a Hugging Face folder.
 
@@ -26,8 +99,7 @@ def find_weight_files(folder: str | Path) -> list[str]:
             that are absent.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"checkpoint_dir is {folder}, but there is no such folder")
+    need_folder(folder, "checkpoint_dir")
     orphan = None
     for index in _INDEXES:
         if not (folder / index).is_file():
@@ -44,6 +116,11 @@ def find_weight_files(folder: str | Path) -> list[str]:
         if found:
             return _one_set(folder, found)
     refuse_adapter_only(folder)
+    if any(folder.glob("*.gguf")):
+        raise UserError(
+            f"{folder} has GGUF files only, which are not read: give the Hugging Face folder that"
+            " they were made from"
+        )
     raise orphan or UserError(
         f"{folder} has no weights: neither {' nor '.join((*_INDEXES, *_PATTERNS))};"
         f" {_advice(folder)}"
@@ -107,6 +184,7 @@ def _one_set(folder: Path, found: list[str]) -> list[str]:
     if single:
         return single
     if len(found) == 1:
+        check_shards(found)
         return found
     shards = [_SHARD.search(name) for name in found]
     totals = {int(shard[2]) for shard in shards if shard}

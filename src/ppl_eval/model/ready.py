@@ -13,7 +13,9 @@ from ppl_eval.errors import UserError
 from ppl_eval.model import checkpoint
 from ppl_eval.model.adapter import Adapter, install, read_adapter, strip
 from ppl_eval.model.agree import check_against_config, config_of
+from ppl_eval.model.auto import check_expressible
 from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.config_json import ModelConfig
 from ppl_eval.model.convert import Convert
 from ppl_eval.model.folder import has_adapter
 from ppl_eval.model.load import check_names, load
@@ -50,7 +52,7 @@ class ReadyModel:
     Attributes:
         section: the model section.
         checkpointer: the section, its weight files found.
-        config: config.json of the folder, or empty.
+        config: config.json of the folder.
         model: on the meta device.
         source: the checkpoint's tensors, names and shapes checked against the model.
         convert: from their names to torchtune's.
@@ -62,7 +64,7 @@ class ReadyModel:
 
     section: Mapping[str, Any]
     checkpointer: Mapping[str, Any]
-    config: Mapping[str, Any]
+    config: ModelConfig
     model: TransformerDecoder
     source: Source
     convert: Convert
@@ -140,12 +142,14 @@ def ready_model(
     """
     node = checkpoint.complete_checkpointer(checkpointer)
     config = config_of(node)
+    if section["_component_"].startswith("torchtune."):
+        check_expressible(config, Path(node.get("checkpoint_dir") or "") / "config.json")
     model = build_on_meta(section, dtype, config)
     slots = strip(model)
     check_against_config(model, node, config)
     adapter = None
     if adapter_dir is not None:
-        adapter = read_adapter(adapter_dir, node, config, model, slots)
+        adapter = read_adapter(adapter_dir, node, config.values, model, slots)
         if not merge:
             install(model, adapter)
     check_heads(model, layout.tp, section["_component_"], f"{layout.key}.tp")
@@ -153,6 +157,7 @@ def ready_model(
     source, convert, names_layout = checkpoint.open_checkpoint(node, config)
     checkpoint_dtype = check_names(model, source, convert, names_layout, adapter)
     warnings, notes = _about_adapters(node, adapter, bool(slots), section)
+    notes = (*config.notes, *notes)
     return ReadyModel(
         section,
         node,
