@@ -76,6 +76,7 @@ def rank_main(
     from ppl_eval import compat
     from ppl_eval.data.batch import Batch
     from ppl_eval.model.build import build_on_meta
+    from ppl_eval.model.config_json import NOTHING
     from ppl_eval.parallel.context import ContextSplit
     from ppl_eval.parallel.dims import ParallelDims
     from ppl_eval.parallel.shard import shard_decoder
@@ -100,7 +101,7 @@ def rank_main(
         "max_seq_len": 32_768,
         "scale_factor": 1,
     }
-    model = build_on_meta(node, torch.float32, {}).eval()
+    model = build_on_meta(node, torch.float32, NOTHING).eval()
     planned = estimate(Sizes.of(model), dims, rows * length)
     split_decoder(model, meshes.tp)
     shard_decoder(model, model.layers, meshes.fsdp)

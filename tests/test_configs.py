@@ -16,7 +16,7 @@ from ppl_eval.errors import UserError
 from ppl_eval.model.agree import check_against_config
 from ppl_eval.model.auto import sections
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.config_json import interpret
+from ppl_eval.model.config_json import NOTHING, interpret
 from ppl_eval.schema import COMPONENTS, TEACHER_COMPONENTS
 
 STUDENT = str(shipped.embedded_path("tiny_student"))
@@ -38,7 +38,7 @@ def test_a_config_fits_the_schema_and_builds_its_model(name):
     config = load(["--config", name, *folder])
     for section in (config.model, config.teacher_model):
         if section:
-            model = build_on_meta(section, torch.float32, {})
+            model = build_on_meta(section, torch.float32, NOTHING)
             assert all(p.is_meta for p in model.parameters())
             limit = model.max_seq_len
             assert (config.protocol.max_seq_len or 1024) <= limit or name == "auto_ppl_eval"
@@ -303,12 +303,12 @@ def test_a_config_builds_the_published_model(name, tmp_path):
         (
             "gemma2.gemma2_2b",
             "gemma2/2B",
-            "attn_logit_softcapping 50, but the model section builds 30",
+            "attn_logit_softcapping 50.0, but the model section builds 30",
         ),
         (
             "gemma2.gemma2_9b",
             "gemma2/9B",
-            "attn_logit_softcapping 50, but the model section builds 30",
+            "attn_logit_softcapping 50.0, but the model section builds 30",
         ),
         ("phi4.phi4_14b", "phi4/14B", "rope_theta 250000, but the model section builds 10000"),
     ],

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppl_eval import UserError, compat, planner
 from ppl_eval.data.batch import Batch
 from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.config_json import NOTHING
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
@@ -86,7 +87,7 @@ def measure(rank, world_size, vocabulary, dtype, num_rows, length):
     for mesh in MESHES[world_size]:
         dims = ParallelDims(*mesh, world_size=world_size)
         meshes = dims.build_mesh("cpu")
-        model = build_on_meta(node(vocabulary), dtype, {}).eval()
+        model = build_on_meta(node(vocabulary), dtype, NOTHING).eval()
         planned = planner.estimate(planner.Sizes.of(model), dims, num_rows * length)
         split_decoder(model, meshes.tp)
         shard_decoder(model, model.layers, meshes.fsdp)
@@ -210,7 +211,7 @@ def test_nothing_fits():
 
 def test_meshes_that_the_heads_do_not_allow_are_left_out():
     with torch.device("meta"):
-        model = build_on_meta({**node(11), "num_kv_heads": 2}, torch.float32, {})
+        model = build_on_meta({**node(11), "num_kv_heads": 2}, torch.float32, NOTHING)
     found = list(planner.meshes(model, 8))
     assert {dims.tp for dims in found} == {1, 2}
     assert len(found) == len(set(found)) == 10 + 6

@@ -15,6 +15,7 @@ from ppl_eval import UserError, shipped
 from ppl_eval.config import load as load_config
 from ppl_eval.model import build, checkpoint, load
 from ppl_eval.model.agree import config_of
+from ppl_eval.model.config_json import NOTHING
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 
@@ -130,8 +131,8 @@ def read_distributed_checkpoint(rank, folder):
         "checkpoint_dir": folder,
         "output_dir": None,
     }
-    model = build.build_on_meta(cfg.model, torch.float32, {})
-    opened, convert, layout = checkpoint.open_checkpoint(node, {})
+    model = build.build_on_meta(cfg.model, torch.float32, NOTHING)
+    opened, convert, layout = checkpoint.open_checkpoint(node, NOTHING)
     load.check_names(model, opened, convert, layout)
     meshes = ParallelDims(world_size=dist.get_world_size()).build_mesh("cpu")
     shard_decoder(model, model.layers, meshes.fsdp)

@@ -11,6 +11,7 @@ from ppl_eval import UserError, shipped
 from ppl_eval.config import load as load_config
 from ppl_eval.model import build, checkpoint, load, source
 from ppl_eval.model.agree import config_of
+from ppl_eval.model.config_json import NOTHING
 
 STUDENT = shipped.embedded_path("tiny_student")
 TEACHER = shipped.embedded_path("tiny_teacher")
@@ -29,7 +30,7 @@ def section(folder, **changes):
 
 def meta_model(name="tiny_ppl_eval", dtype=torch.float32, **changes):
     node = load_config(["--config", name]).model
-    return build.build_on_meta({**node, **changes}, dtype, {})
+    return build.build_on_meta({**node, **changes}, dtype, NOTHING)
 
 
 def loaded(node, model=None):
