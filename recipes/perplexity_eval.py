@@ -107,7 +107,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 self.dims,
                 self.meshes,
                 self.device,
-                show_progress=self.ranks.rank == 0,
+                show_progress=self.ranks.rank == 0 and logger.isEnabledFor(logging.INFO),
             )
         if self.metric_logger is not None:
             self.metric_logger.log_config(OmegaConf.structured(cfg))
