@@ -88,10 +88,11 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             self.workload = self.ready.workload
             if self.ranks.rank == 0:
                 self.fingerprints = preflight.fingerprints(self.ready)
-                self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
-                components.need(
-                    self.metric_logger, "metric_logger", "log_dict", "log_config", "close"
-                )
+                if cfg.metric_logger is not None:
+                    self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
+                    components.need(
+                        self.metric_logger, "metric_logger", "log_dict", "log_config", "close"
+                    )
         for note in self.ready.notes:
             logger.info(note)
         for warning in self.ready.warnings:
@@ -168,13 +169,14 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 worst, self.workload, self.ready.tokenizer
             )
         write_results(self.output_dir, content, result.summary.documents)
-        metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
-        for name, value in content.get("fidelity", {}).items():
-            if isinstance(value, float):
-                metrics[f"fidelity/{name}"] = value
-        self.metric_logger.log_dict(
-            metrics, step=self.workload.plan.num_steps(self.dims.batch_size)
-        )
+        if self.metric_logger is not None:
+            metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
+            for name, value in content.get("fidelity", {}).items():
+                if isinstance(value, float):
+                    metrics[f"fidelity/{name}"] = value
+            self.metric_logger.log_dict(
+                metrics, step=self.workload.plan.num_steps(self.dims.batch_size)
+            )
         name = os.path.basename(os.path.normpath(self.cfg.output_dir))
         print()
         print(tables.describe_run(content), end="\n\n")

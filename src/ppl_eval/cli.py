@@ -5,7 +5,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppl_eval import launch, shipped
+from ppl_eval import __version__, launch, shipped
+from ppl_eval.config import load, load_for_run
 from ppl_eval.errors import UserError
 
 
@@ -15,20 +16,45 @@ def main() -> None:
 
 
 def _run() -> None:
-    args = _parser().parse_args()
+    parser = _parser()
+    args, rest = parser.parse_known_args()  # overrides may stand between options
+    if rest and "overrides" not in args:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     args.run(args)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ppl-eval", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="ppl-eval",
+        description=__doc__,
+        epilog=_examples("ls", "check --config tiny_ppl_eval"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    ls = commands.add_parser("ls", help="list the shipped recipes and configs")
+    def command(name: str, what: str, *examples: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=_examples(*(f"{name} {example}".strip() for example in examples)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    ls = command("ls", "list the shipped recipes and configs", "")
     ls.set_defaults(run=lambda args: _ls())
 
-    cp = commands.add_parser("cp", help="copy a shipped recipe or config to edit it")
+    cp = command(
+        "cp",
+        "copy a shipped recipe or config to edit it",
+        "smollm2/135M_ppl_eval mine.yaml",
+        "ppl_eval my_recipe.py",
+    )
     cp.add_argument("name", help="as `ppl-eval ls` shows it")
-    cp.add_argument("destination", type=Path, help="file or existing folder")
+    cp.add_argument("destination", type=_path, help="file or existing folder")
     cp.add_argument("-n", "--no-clobber", action="store_true", help="keep a file that is there")
     cp.add_argument("--make-parents", action="store_true", help="create missing folders")
     cp.set_defaults(
@@ -37,17 +63,26 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
 
-    where = commands.add_parser("where", help="print the folder of an embedded model or text")
+    where = command("where", "print the folder of an embedded model or text", "tiny_teacher")
     where.add_argument("name", help=f"one of {', '.join(shipped.EMBEDDED)}")
     where.set_defaults(run=lambda args: print(shipped.embedded_path(args.name)))
 
-    check = commands.add_parser("check", help="all of a run that needs no weights")
+    check = command(
+        "check",
+        "all of a run that needs no weights",
+        "--config tiny_ppl_eval",
+        "--config auto_ppl_eval checkpoint_dir=DIR dataset.data_files=FILE.jsonl --num-processes 2",
+    )
     check.add_argument("--config", required=True, metavar="NAME_OR_PATH")
     check.add_argument("--num-processes", type=int, default=1, help="that the run would have")
     check.add_argument("overrides", nargs="*", metavar="key=value")
     check.set_defaults(run=lambda args: _check(args.config, args.overrides, args.num_processes))
 
-    plan = commands.add_parser("plan", help="meshes that fit: memory and communication of each")
+    plan = command(
+        "plan",
+        "meshes that fit: memory and communication of each",
+        "--config llama3_1/8B_ppl_eval --num-processes 8 --device-memory-gib 24",
+    )
     plan.add_argument("--config", required=True, metavar="NAME_OR_PATH")
     plan.add_argument("--num-processes", type=int, required=True, help="devices in all")
     memory = plan.add_mutually_exclusive_group(required=True)
@@ -56,11 +91,24 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.set_defaults(run=_plan)
 
-    compare = commands.add_parser("compare", help="show several runs as one table")
-    compare.add_argument("results", nargs="+", type=Path, help="output folders or results.json")
+    compare = command(
+        "compare",
+        "show several runs as one table",
+        "out/student out/teacher",
+        "out/*/results.json --domains",
+    )
+    compare.add_argument("results", nargs="+", type=_path, help="output folders or results.json")
     compare.add_argument("--domains", action="store_true", help="with a row for each domain")
     compare.set_defaults(run=lambda args: _compare(args.results, with_domains=args.domains))
     return parser
+
+
+def _examples(*commands: str) -> str:
+    return "\n".join(["examples:", *(f"  ppl-eval {command}" for command in commands)])
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 def _ls() -> None:
@@ -96,12 +144,17 @@ def _cp(name: str, destination: Path, *, keep: bool, make_parents: bool) -> None
 
 
 def _check(config: str, overrides: Sequence[str], num_processes: int) -> None:
+    args = ["--config", config, *overrides]
+    load_for_run(args)  # a mistake is told before torch is imported
+
     from ppl_eval.preflight import describe
 
-    print(describe(["--config", config, *overrides], num_processes))
+    print(describe(args, num_processes))
 
 
 def _plan(args: argparse.Namespace) -> None:
+    load(["--config", args.config, *args.overrides])  # as above
+
     from ppl_eval.planner import describe
 
     memory = args.device_memory_mib or 1024 * (args.device_memory_gib or 0)

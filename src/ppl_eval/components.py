@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ppl_eval import signature
 from ppl_eval.errors import UserError
+from ppl_eval.hints import of_torchtune
 
 
 def find(path: Any, key: str) -> Callable[..., Any]:
@@ -41,17 +43,42 @@ def find(path: Any, key: str) -> Callable[..., Any]:
             ) from error
         for part in parts[cut:]:
             if not hasattr(found, part):
-                close = difflib.get_close_matches(part, dir(found), n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise UserError(
-                    f"{key}._component_ is {path}, but {module_name} has no {part}{hint}"
-                )
+                raise _no_such_name(path, key, module_name, part, dir(found))
             found = getattr(found, part)
         return found
     raise UserError(
         f"{key}._component_ is {path!r}, but there is no module {parts[0]}: write the import path "
         "of what builds it, such as torchtune.models.llama3_2.llama3_2"
     )
+
+
+def signature_of(path: Any, key: str) -> inspect.Signature | None:
+    """The arguments of a component, without importing it if its source shows them.
+
+    Returns:
+        None for a builtin that does not say.
+
+    Raises:
+        UserError: no such module, or no such name in it.
+    """
+    if isinstance(path, str) and path.rpartition(".")[0] not in sys.modules:
+        try:
+            shown = signature.read(path)
+        except LookupError as error:
+            raise _no_such_name(path, key, *error.args) from error
+        if shown is not None:
+            return shown
+    component = find(path, key)
+    try:
+        return inspect.signature(component)
+    except (TypeError, ValueError):
+        return None
+
+
+def _no_such_name(path: str, key: str, module: str, name: str, names: Sequence[str]) -> UserError:
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return UserError(f"{key}._component_ is {path}, but {module} has no {name}{hint}")
 
 
 def check(node: Mapping[str, Any], key: str, *, supplied: Sequence[str] = ()) -> None:
@@ -65,31 +92,53 @@ def check(node: Mapping[str, Any], key: str, *, supplied: Sequence[str] = ()) ->
     Raises:
         UserError: naming the argument that it does not know, or that is missing.
     """
-    component = find(node["_component_"], key)
+    declared = signature_of(node["_component_"], key)
     arguments = {name: value for name, value in node.items() if name != "_component_"}
-    try:
-        signature = inspect.signature(component)
-    except (TypeError, ValueError):  # a builtin without a readable signature
+    if declared is None:
         return
-    parameters = signature.parameters
+    parameters = declared.parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for name in arguments:
         if name not in parameters and not open_ended:
             close = difflib.get_close_matches(name, list(parameters), n=1)
-            hint = f"; did you mean {key}.{close[0]}?" if close else ""
+            hint = f"; did you mean {key}.{close[0]}?" if close else of_torchtune(name)
             raise UserError(
                 f"unknown config key {key}.{name}: {node['_component_']} has no such argument{hint}"
             )
     arguments |= {name: None for name in supplied if name in parameters and name not in arguments}
     try:
-        signature.bind(**arguments)
+        declared.bind(**arguments)
     except TypeError as error:
         raise UserError(f"config: {key} ({node['_component_']}): {error}") from error
 
 
 def argument_names(node: Mapping[str, Any], key: str) -> list[str]:
     """Names of the arguments that the component declares."""
-    return list(inspect.signature(find(node["_component_"], key)).parameters)
+    declared = signature_of(node["_component_"], key)
+    return [] if declared is None else list(declared.parameters)
+
+
+def lacks(node: Mapping[str, Any], key: str) -> list[str]:
+    """Names of the arguments that the component needs and ``node`` does not give."""
+    declared = signature_of(node["_component_"], key)
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        name
+        for name, parameter in (declared.parameters if declared else {}).items()
+        if parameter.default is parameter.empty and parameter.kind not in open_ended
+        if name not in node
+    ]
+
+
+def takes_text(node: Mapping[str, Any], key: str, name: str) -> bool:
+    """Whether the component declares an argument as a string, and no number."""
+    declared = signature_of(node["_component_"], key)
+    if declared is None or name not in declared.parameters:
+        return False
+    annotation = declared.parameters[name].annotation
+    said = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kinds = set(re.findall(r"\w+", said))
+    return "str" in kinds and not kinds & {"int", "float", "bool", "Any"}
 
 
 def build(node: Mapping[str, Any], key: str, **more: Any) -> Any:

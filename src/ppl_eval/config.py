@@ -9,8 +9,10 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,17 +20,28 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppl_eval import components, launch, shipped
+from ppl_eval import __version__, complete, components, launch, limits, overrides, paths, shipped
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
-from ppl_eval.metrics.names import LIMITED_FIDELITY, METRICS
-from ppl_eval.model import auto
-from ppl_eval.schema import COMPONENTS, TEACHER_COMPONENTS, EvalConfig
+from ppl_eval.hints import HINTS, of_torchtune
+from ppl_eval.schema import EvalConfig
 
-_DEFAULT_LOGGER = {
-    "_component_": "torchtune.training.metric_logging.DiskLogger",
-    "log_dir": "${output_dir}/logs",
+_DEFAULT_LOGGER = "torchtune.training.metric_logging.DiskLogger"
+_DTYPES = {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
 }
+_DTYPES |= {f"torch.{name}": short for name, short in _DTYPES.items()}
+_EXAMPLES = """examples:
+  python -m ppl_eval --config tiny_ppl_eval
+  tune run ppl_eval --config auto_ppl_eval checkpoint_dir=DIR dataset.data_files=FILE.jsonl
+  tune run --nproc_per_node 4 ppl_eval --config smollm2/135M_ppl_eval parallel.tp=2 dtype=bf16
+  tune run ppl_eval --config tiny_ppl_eval model=my_models.builder ~model.norm_eps
+
+`ppl-eval ls` lists the configs, `ppl-eval check` tells what a run would do."""
 
 
 def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
@@ -47,7 +60,7 @@ def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
 
     @functools.wraps(recipe_main)
     def main() -> None:
-        launch.guarded(lambda: recipe_main(load(sys.argv[1:])))
+        launch.guarded(lambda: recipe_main(load_for_run(sys.argv[1:])))
 
     return main
 
@@ -55,29 +68,51 @@ def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
 def load(args: Sequence[str]) -> EvalConfig:
     """The checked config of a command line such as ``--config NAME key=value ~key``.
 
+    torch is not imported for it, unless a component of one's own can only be known that way.
+
     Raises:
         UserError: whatever is wrong with the file, a key or a value.
     """
     parser = _Parser(
-        prog="tune run ppl_eval", usage="%(prog)s --config NAME_OR_PATH key=value ~key"
+        prog="tune run ppl_eval",
+        usage="%(prog)s --config NAME_OR_PATH key=value ~key",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="NAME_OR_PATH")
-    known, overrides = parser.parse_known_args(args)
-    if "log_level=DEBUG" in overrides:  # also for what is wrong with the config itself
+    parser.add_argument(
+        "--config", required=True, metavar="NAME_OR_PATH", help="as `ppl-eval ls` shows it"
+    )
+    parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
+    known, arguments = parser.parse_known_args(args)
+    if "log_level=DEBUG" in arguments:  # also for what is wrong with the config itself
         launch.set_log_level("DEBUG")
-    path = shipped.config_path(known.config)
-    config = to_config(override(read_yaml(path), overrides))
-    _refuse_ignored_folder(config, overrides)
+    content: Any = OmegaConf.to_container(read_yaml(shipped.config_path(known.config)))
+    text_keys = [key for key, kind in known_keys().items() if kind in (str, str | None)]
+    spelled = overrides.apply(content, arguments, text_keys)
+    config = to_config(content, spelled)
+    _refuse_ignored_folder(config, arguments)
     launch.set_log_level(config.log_level)
     return config
 
 
-def _refuse_ignored_folder(config: EvalConfig, overrides: Sequence[str]) -> None:
+def load_for_run(args: Sequence[str]) -> EvalConfig:
+    """As :func:`load`; the folders and files that it names are there.
+
+    Raises:
+        UserError: also what is wrong with a path.
+    """
+    config = load(args)
+    paths.check(config)
+    return config
+
+
+def _refuse_ignored_folder(config: EvalConfig, arguments: Sequence[str]) -> None:
     """A config that names its folder elsewhere would measure another model than asked for."""
     for whose in ("", "teacher_"):
         asked = getattr(config, f"{whose}checkpoint_dir")
         used = getattr(config, f"{whose}checkpointer").get("checkpoint_dir")
-        if used != asked and any(o.startswith(f"{whose}checkpoint_dir=") for o in overrides):
+        if used != asked and any(o.startswith(f"{whose}checkpoint_dir=") for o in arguments):
             raise UserError(
                 f"{whose}checkpoint_dir is {asked}, but the {whose}checkpointer section names"
                 f" {used}: set {whose}checkpointer.checkpoint_dir instead"
@@ -100,80 +135,80 @@ def read_yaml(path: Path) -> DictConfig:
     return content
 
 
-def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Apply ``key=value`` and ``~key``, in torchtune's notation.
-
-    ``model=pkg.builder`` replaces the ``_component_`` of ``model``, and ``None`` is null.
-    """
-    config = config.copy()
-    for text in overrides:
-        if text.startswith("--"):
-            raise UserError(f"{text} is not an option: give --config NAME_OR_PATH and key=value")
-        plain: Any = OmegaConf.to_container(config, resolve=False)
-        if text.startswith("~"):
-            _remove(plain, text[1:].split("=")[0])
-            config = OmegaConf.create(plain)
-            continue
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise UserError(f"{text!r} is not an override: write key=value, or ~key to remove one")
-        if isinstance(plain.get(key), dict) and "_component_" in plain[key]:
-            key += "._component_"
-        try:
-            parsed = OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"])
-            merged = OmegaConf.merge(config, parsed)
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"override {text!r} cannot be read: {reason}") from error
-        assert isinstance(merged, DictConfig)
-        config = merged
-    return config
-
-
-def _remove(config: dict[str, Any], dotted: str) -> None:
-    *parents, last = dotted.split(".")
-    node: Any = config
-    for part in parents:
-        node = node.get(part) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or last not in node:
-        raise UserError(f"~{dotted}: the config has no such key to remove{_suggest(dotted)}")
-    del node[last]
-
-
-def to_config(content: DictConfig) -> EvalConfig:
+def to_config(content: dict[str, Any], spelled: Mapping[str, str] | None = None) -> EvalConfig:
     """Merge a mapping into the schema, resolve interpolations, and check every value.
+
+    Args:
+        content: of a config file, after the command line.
+        spelled: numbers and booleans of the command line as typed, by dotted key.
 
     Raises:
         UserError: an unknown key, a value of the wrong type or out of range, a component that does
             not exist or does not take an argument.
     """
-    plain: Any = OmegaConf.to_container(content, resolve=False)
-    _check_keys(plain, EvalConfig)
-    if isinstance(plain.get("dataset"), list):
-        content = OmegaConf.create({**plain, "dataset": _named(plain["dataset"])})
-        plain = OmegaConf.to_container(content, resolve=False)
-    if not plain.get("metric_logger"):
-        content = OmegaConf.create({**plain, "metric_logger": _DEFAULT_LOGGER})
+    content = _expand_home(content)
+    if content.get("fail_if", {}) is None:
+        content["fail_if"] = {}
+    _check_keys(content, EvalConfig)
+    _check_leaves(content)
+    if isinstance(content.get("dataset"), list):
+        content["dataset"] = _named(content["dataset"])
+    if content.get("metric_logger", {}) == {}:
+        content["metric_logger"] = {"_component_": _DEFAULT_LOGGER}
     _register_resolver()
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(EvalConfig), content)
+        merged = OmegaConf.merge(OmegaConf.structured(EvalConfig), OmegaConf.create(content))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"config: {where}{(error.msg or str(error)).splitlines()[0]}") from error
     assert isinstance(config, EvalConfig)
-    _complete_from_folder(config)
-    _complete_teacher(config)
     _check_values(config)
-    _fill_in_checkpointer(config.checkpointer, "checkpointer")
-    if config.has_teacher:
-        _fill_in_checkpointer(config.teacher_checkpointer, "teacher_checkpointer")
-    for key in (*COMPONENTS, *(TEACHER_COMPONENTS if config.has_teacher else ())):
+    complete.from_folder(config)
+    complete.teacher_from_folder(config)
+    _check_teacher(config)
+    _check_components(config, spelled or {})
+    return config
+
+
+def _check_components(config: EvalConfig, spelled: Mapping[str, str]) -> None:
+    """Complete the sections and compare them with what their components take."""
+    for key in config.components:
+        node = getattr(config, key)
+        if not node.get("_component_"):
+            raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
+        if key.endswith("checkpointer"):
+            complete.checkpointer(node, key)
+        if key == "metric_logger" and "log_dir" in components.lacks(node, key):
+            node["log_dir"] = f"{config.output_dir}/logs"
+        for name in node:
+            if f"{key}.{name}" in spelled and components.takes_text(node, key, name):
+                node[name] = spelled[f"{key}.{name}"]
         supplied = ("tokenizer",) if key == "dataset" else ()
-        components.check(getattr(config, key), key, supplied=supplied)
+        components.check(node, key, supplied=supplied)
     for name, node in config.dataset.get("corpora", {}).items():
         components.check(node, f"dataset {name}", supplied=("tokenizer",))
-    return config
+
+
+def _expand_home(node: Any) -> Any:
+    """``~/x`` and ``~user/x`` as the folder that is meant, in every value."""
+    if isinstance(node, dict):
+        return {key: _expand_home(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_expand_home(value) for value in node]
+    is_path = isinstance(node, str) and node.startswith("~") and "/" in node
+    return os.path.expanduser(node) if is_path else node
+
+
+def _check_leaves(node: Any, key: str = "") -> None:
+    """No value is still to be set, and text in the file is text."""
+    if isinstance(node, dict | list):
+        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+            _check_leaves(value, f"{key}.{name}" if key else str(name))
+    elif node == "???":
+        raise UserError(f"{key} is ???, a value that is still to be set: write {key}=VALUE")
+    elif known_keys().get(key) in (str, str | None) and isinstance(node, bool | int | float):
+        raise UserError(f"{key} is {node!r}, but it is text: put it in quotes")
 
 
 def _named(datasets: list[Any]) -> dict[str, Any]:
@@ -201,12 +236,15 @@ def _register_resolver() -> None:
     register("embedded", lambda name: str(shipped.embedded_path(name)))
 
 
-def known_keys(schema: type = EvalConfig, prefix: str = "") -> Iterator[str]:
-    """All dotted keys of the schema, down to where a component's own arguments begin."""
+@functools.cache
+def known_keys(schema: type = EvalConfig, prefix: str = "") -> dict[str, Any]:
+    """All dotted keys of the schema and their types, down to where components' arguments begin."""
+    found: dict[str, Any] = {}
     for item in dataclasses.fields(schema):
-        yield prefix + item.name
+        found[prefix + item.name] = item.type
         if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
-            yield from known_keys(item.type, f"{prefix}{item.name}.")
+            found |= known_keys(item.type, f"{prefix}{item.name}.")
+    return found
 
 
 def _check_keys(node: Any, schema: type, prefix: str = "") -> None:
@@ -214,17 +252,21 @@ def _check_keys(node: Any, schema: type, prefix: str = "") -> None:
     for key in node:
         if key not in fields:
             raise UserError(f"unknown config key {prefix}{key}{_suggest(f'{prefix}{key}')}")
-        inner = fields[str(key)]
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            value = node[key]
-            if not isinstance(value, dict):
-                raise UserError(f"config: {prefix}{key} is {value!r}, but it is a mapping of keys")
+        inner, value = fields[str(key)], node[key]
+        is_section = isinstance(inner, type) and dataclasses.is_dataclass(inner)
+        takes = (dict, list) if key == "dataset" else dict
+        is_mapping = isinstance(value, takes) or (isinstance(value, str) and "${" in value)
+        if (is_section or typing.get_origin(inner) is dict) and not is_mapping:
+            raise UserError(f"config: {prefix}{key} is {value!r}, but it is a mapping of keys")
+        if isinstance(inner, type) and is_section and isinstance(value, dict):
             _check_keys(value, inner, f"{prefix}{key}.")
 
 
 def _suggest(dotted: str) -> str:
     keys = list(known_keys())
     leaf = dotted.split(".")[-1]
+    if leaf in HINTS:
+        return of_torchtune(leaf)
     elsewhere = [key for key in keys if key.split(".")[-1] == leaf]
     close = elsewhere or difflib.get_close_matches(dotted, keys, n=1)
     if not close:
@@ -242,6 +284,12 @@ def _check_values(config: EvalConfig) -> None:
         if value is not None and value < least:
             raise UserError(f"{key} is {value}, but it is at least {least}")
 
+    for key in ("dtype", "teacher_dtype", "logits_dtype"):
+        value = getattr(config, key)
+        setattr(config, key, _DTYPES.get(value, value))
+    for key in ("output_dir", "checkpoint_dir", "teacher_checkpoint_dir"):
+        if getattr(config, key) == "":
+            raise UserError(f"{key} is empty: write . for the current folder")
     one_of("protocol.name", config.protocol.name, tuple(RULES))
     one_of("dtype", config.dtype, ("fp32", "bf16", "fp16"))
     one_of("teacher_dtype", config.teacher_dtype, (None, "fp32", "bf16", "fp16"))
@@ -258,81 +306,10 @@ def _check_values(config: EvalConfig) -> None:
     at_least("teacher_parallel.cp", config.teacher_parallel.cp, 1)
     at_least("bootstrap.resamples", config.bootstrap.resamples, 0)
     at_least("bootstrap.seed", config.bootstrap.seed, 0)
-    config.fail_if = dict(_limits(config.fail_if))
-    _check_teacher(config)
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
+    config.fail_if = limits.limits(config.fail_if, config.protocol.name)
     _check_finite(dataclasses.asdict(config), "")
-    for key in (*COMPONENTS, *(TEACHER_COMPONENTS if config.has_teacher else ())):
-        if not getattr(config, key).get("_component_"):
-            raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
-
-
-_LIMITED = {"metrics": METRICS, "fidelity": LIMITED_FIDELITY}
-
-
-def _limits(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Dotted keys and limits of ``fail_if``, written flat or nested."""
-    for key, value in node.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _limits(value, f"{dotted}.")
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"fail_if.{dotted} is {value!r}, but it is a number: the most allowed")
-        for section, allowed in _LIMITED.items():
-            if dotted.startswith(f"{section}.") and dotted.split(".", 1)[1] not in allowed:
-                names = ", ".join(f"{section}.{name}" for name in allowed)
-                more = ", or domains.NAME. and one" if section == "metrics" else ""
-                raise UserError(f"fail_if has {dotted}, but it is one of {names}{more}")
-        name = dotted.removeprefix("teacher.metrics.")
-        if dotted.startswith("teacher.") and name not in METRICS:
-            raise UserError(f"fail_if has {dotted}, but of a teacher it is teacher.metrics.NAME")
-        yield dotted, float(value)
-
-
-def _complete_from_folder(config: EvalConfig) -> None:
-    """Sections without a ``_component_`` are what the checkpoint folder says; given keys win."""
-    described = ("model", "checkpointer", "tokenizer")
-    open_sections = [key for key in described if "_component_" not in getattr(config, key)]
-    if config.checkpoint_dir is None:
-        if len(open_sections) == len(described):
-            raise UserError(
-                "checkpoint_dir is not set: set checkpoint_dir=DIR, a Hugging Face folder"
-            )
-        return
-    if open_sections:
-        with_tokenizer = "tokenizer" in open_sections
-        read = auto.sections if with_tokenizer else auto.model_sections
-        found = read(config.checkpoint_dir)
-        for key in open_sections:
-            setattr(config, key, {**found[key], **getattr(config, key)})
-
-
-def _complete_teacher(config: EvalConfig) -> None:
-    """As :func:`_complete_from_folder`; none of the sections, or no folder, means no teacher."""
-    if config.teacher_checkpointer.get("checkpoint_dir", "") is None:  # teacher_checkpoint_dir=null
-        config.teacher_model, config.teacher_checkpointer = {}, {}
-    folder = config.teacher_checkpoint_dir
-    open_sections = [k for k in TEACHER_COMPONENTS if "_component_" not in getattr(config, k)]
-    if folder is not None and open_sections:
-        found = auto.model_sections(folder, "teacher_checkpoint_dir")
-        for key in open_sections:
-            section = {**found[key.removeprefix("teacher_")], **getattr(config, key)}
-            setattr(config, key, section)
-    given = [key for key in TEACHER_COMPONENTS if getattr(config, key).get("_component_")]
-    if len(given) == 1:
-        missing = next(key for key in TEACHER_COMPONENTS if key not in given)
-        raise UserError(
-            f"config: {given[0]} is given and {missing} is not: give both, or"
-            " teacher_checkpoint_dir=DIR, a Hugging Face folder"
-        )
-    for key in TEACHER_COMPONENTS:
-        if not given and getattr(config, key):
-            raise UserError(
-                f"config: {key} has no _component_, and there is no teacher_checkpoint_dir that"
-                " says which: set teacher_checkpoint_dir=DIR"
-            )
 
 
 def _check_teacher(config: EvalConfig) -> None:
@@ -362,14 +339,3 @@ def _check_finite(node: Any, key: str) -> None:
             _check_finite(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, float) and not math.isfinite(node):
         raise UserError(f"{key} is {node}, but it is a finite number")
-
-
-def _fill_in_checkpointer(node: dict[str, Any], key: str) -> None:
-    """Keys that torchtune's checkpointers want and an evaluation can do without.
-
-    They are found later: the files in the folder, and a place that nothing is written to.
-    """
-    accepted = components.argument_names(node, key)
-    for name in ("checkpoint_files", "output_dir"):
-        if name in accepted:
-            node.setdefault(name, None)

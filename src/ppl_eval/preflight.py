@@ -11,10 +11,12 @@ from ppl_eval.beside import check_tokenizer, of_the_teacher, teacher_degrees, te
 from ppl_eval.config import load as load_config
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
+from ppl_eval.data.documents import labels
 from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.limits import check_domains
 from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
@@ -63,6 +65,8 @@ def prepare(
     Raises:
         UserError: whatever is wrong with checkpoint, model section, tokenizer, text or protocol.
     """
+    for key in cfg.components:
+        components.find(getattr(cfg, key)["_component_"], key)
     packs = RULES[cfg.protocol.name].packs
     student = ready_model(
         cfg.model,
@@ -110,6 +114,8 @@ def prepare(
             else None
         ),
     )
+    domains = {domain for _, domain in labels(workload.corpus.documents) if domain is not None}
+    check_domains(cfg.fail_if, domains)
     warnings = (
         *warnings,
         *_bos_warnings(student.config.family, protocol),

@@ -95,7 +95,7 @@ class EvalConfig:
     dtype: str = "fp32"
     logits_dtype: str = "fp32"
     seed: int = 1234
-    metric_logger: dict[str, Any] = field(default_factory=dict)
+    metric_logger: dict[str, Any] | None = field(default_factory=dict)
     log_every_n_steps: int = 10
     log_every_s: float = 30
     log_peak_memory_stats: bool = True
@@ -105,3 +105,9 @@ class EvalConfig:
     def has_teacher(self) -> bool:
         """Whether a teacher reads the same windows."""
         return bool(self.teacher_model)
+
+    @property
+    def components(self) -> list[str]:
+        """Keys of the components that the run has."""
+        keys = (*COMPONENTS, *(TEACHER_COMPONENTS if self.has_teacher else ()))
+        return [key for key in keys if getattr(self, key) is not None]

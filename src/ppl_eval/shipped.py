@@ -41,7 +41,7 @@ def config_path(name_or_path: str) -> Path:
     Raises:
         UserError: neither of the two.
     """
-    path = Path(name_or_path)
+    path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
     names = config_names()

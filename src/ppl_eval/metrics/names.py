@@ -11,6 +11,15 @@ METRICS = (
     "hf_perplexity",
 )
 
+MACRO = (
+    "token_perplexity",
+    "word_perplexity",
+    "byte_perplexity",
+    "bits_per_byte",
+    "bits_per_character",
+)
+"""Names of ``macro``, in which every domain weighs the same."""
+
 LIMITED_FIDELITY = (
     "kl_teacher_student_nats",
     "kl_student_teacher_nats",

@@ -1,0 +1,108 @@
+"""What a config's sections leave open is filled in from the checkpoint's folder."""
+
+from typing import Any
+
+from ppl_eval import components
+from ppl_eval.errors import UserError
+from ppl_eval.schema import TEACHER_COMPONENTS, EvalConfig
+
+_FOUND_LATER = ("checkpoint_files", "output_dir")
+
+
+def from_folder(config: EvalConfig) -> None:
+    """Sections without a ``_component_`` are what ``checkpoint_dir`` says; given keys win.
+
+    A section that names a component takes from there what the component still needs.
+
+    Raises:
+        UserError: no folder, or one that does not describe a model that torchtune knows.
+    """
+    described = ("model", "checkpointer", "tokenizer")
+    open_sections = [key for key in described if "_component_" not in getattr(config, key)]
+    if config.checkpoint_dir is None:
+        if len(open_sections) == len(described):
+            raise UserError(
+                "checkpoint_dir is not set: set checkpoint_dir=DIR, a Hugging Face folder"
+            )
+        return
+    _fill_in(config, config.checkpoint_dir, described, "checkpoint_dir")
+
+
+def teacher_from_folder(config: EvalConfig) -> None:
+    """As :func:`from_folder`; none of the sections, or no folder, means no teacher.
+
+    Raises:
+        UserError: half a teacher.
+    """
+    if config.teacher_checkpointer.get("checkpoint_dir", "") is None:  # teacher_checkpoint_dir=null
+        config.teacher_model, config.teacher_checkpointer = {}, {}
+    if config.teacher_checkpoint_dir is not None:
+        _fill_in(
+            config, config.teacher_checkpoint_dir, TEACHER_COMPONENTS, "teacher_checkpoint_dir"
+        )
+    given = [key for key in TEACHER_COMPONENTS if getattr(config, key).get("_component_")]
+    if len(given) == 1:
+        missing = next(key for key in TEACHER_COMPONENTS if key not in given)
+        raise UserError(
+            f"config: {given[0]} is given and {missing} is not: give both, or"
+            " teacher_checkpoint_dir=DIR, a Hugging Face folder"
+        )
+    for key in TEACHER_COMPONENTS:
+        if not given and getattr(config, key):
+            raise UserError(
+                f"config: {key} has no _component_, and there is no teacher_checkpoint_dir that"
+                " says which: set teacher_checkpoint_dir=DIR"
+            )
+
+
+def _fill_in(config: EvalConfig, folder: str, keys: tuple[str, ...], name: str) -> None:
+    open_ones = [key for key in keys if "_component_" not in getattr(config, key)]
+    lacking = [key for key in keys if key not in open_ones and _lacks(getattr(config, key), key)]
+    for wanted in (open_ones, lacking):
+        found = _said(folder, wanted, name, needed=wanted is open_ones)
+        for key in wanted if found else ():
+            given, said = getattr(config, key), found[key.removeprefix("teacher_")]
+            said = said if wanted is open_ones else _suited(said, given, key, folder)
+            setattr(config, key, {**said, **given})
+
+
+def _said(folder: str, keys: list[str], name: str, *, needed: bool) -> dict[str, dict[str, Any]]:
+    """What the folder says of these sections; empty if it says nothing and need not."""
+    if not keys:
+        return {}
+    from ppl_eval.model import auto
+
+    try:
+        return auto.sections(folder) if "tokenizer" in keys else auto.model_sections(folder, name)
+    except UserError:  # what the component lacks says more
+        if needed:
+            raise
+        return {}
+
+
+def _lacks(node: dict[str, Any], key: str) -> list[str]:
+    return [name for name in components.lacks(node, key) if name not in _FOUND_LATER]
+
+
+def _suited(said: dict[str, Any], given: dict[str, Any], key: str, folder: str) -> dict[str, Any]:
+    """What the folder says, as far as the named component takes it; a model takes all of it."""
+    taken = components.argument_names(given, key)
+    lost = [name for name in said if name not in (*taken, "_component_")]
+    if lost and key.endswith("model"):
+        raise UserError(
+            f"{key}._component_ is {given['_component_']}, which has no {lost[0]}, but"
+            f" {folder}/config.json says {lost[0]}={said[lost[0]]}: take a builder that has it, as"
+            f" {said['_component_']} has"
+        )
+    return {name: value for name, value in said.items() if name in taken}
+
+
+def checkpointer(node: dict[str, Any], key: str) -> None:
+    """Keys that torchtune's checkpointers want and an evaluation can do without.
+
+    The files are found in the folder, and nothing is written anywhere.
+    """
+    accepted = components.argument_names(node, key)
+    for name in _FOUND_LATER:
+        if name in accepted:
+            node.setdefault(name, None)

@@ -1,0 +1,202 @@
+"""``key=value`` and ``~key``: what a command line changes in a config file's content."""
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ppl_eval import components
+from ppl_eval.errors import UserError
+from ppl_eval.hints import of_torchtune
+from ppl_eval.schema import COMPONENTS, TEACHER_COMPONENTS
+
+_SECTIONS = (*COMPONENTS, *TEACHER_COMPONENTS)
+_NULL = ("null", "None", "~")
+
+
+@dataclass(frozen=True)
+class _Override:
+    """One argument. ``spelled`` is its value as typed, None for a removal."""
+
+    argument: str
+    path: tuple[str, ...]
+    spelled: str | None
+    value: Any = None
+
+    @property
+    def names_component(self) -> bool:
+        return self.path[-1] == "_component_" and self.path[0] in _SECTIONS and len(self.path) == 2
+
+    @property
+    def depth(self) -> int:
+        """Whole sections come before keys in them, whatever the order on the command line."""
+        return len(self.path) - self.names_component
+
+
+def apply(
+    content: dict[str, Any], arguments: Sequence[str], text_keys: Collection[str] = ()
+) -> dict[str, str]:
+    """Change ``content`` as the command line says, in torchtune's notation.
+
+    ``model=pkg.builder`` names the ``_component_`` of ``model``; the keys of the old one go with
+    it. A mapping or a list replaces a whole section. ``None`` is null. The last of two values wins.
+
+    Args:
+        content: of the config file, interpolations not resolved; changed in place.
+        arguments: ``key=value`` or ``~key``.
+        text_keys: dotted keys whose values are text as typed, such as ``no`` or ``1e5``.
+
+    Returns:
+        Dotted key -> its value as typed, for all numbers and booleans among the values.
+
+    Raises:
+        UserError: an argument that is no override, a value that cannot be read, a key to remove
+            that is not there.
+    """
+    _spell_out_sections(content)
+    present = set(_paths(content))
+    read = [_read(argument, text_keys) for argument in arguments]
+    for override in sorted(read, key=lambda each: each.depth):
+        if override.spelled is None:
+            _remove(content, override, present)
+        elif override.names_component:
+            _name_component(content, override.path[0], override.value)
+        else:
+            _set(content, override)
+    _spell_out_sections(content)
+    return {
+        ".".join(each.path): each.spelled
+        for each in read
+        if each.spelled is not None and isinstance(each.value, bool | int | float)
+    }
+
+
+def _spell_out_sections(content: dict[str, Any]) -> None:
+    """A section that is null is empty; one that is an import path has it as ``_component_``."""
+    for key in _SECTIONS:
+        value = content.get(key)
+        if isinstance(value, str) and not value.startswith("${"):
+            content[key] = {"_component_": value}
+        elif key in content and value is None and key != "metric_logger":
+            content[key] = {}
+
+
+def _read(argument: str, text_keys: Collection[str]) -> _Override:
+    key, equals, spelled = argument.partition("=")
+    if key.startswith(("--", "+")):
+        bare = key.lstrip("-+").replace("-", "_")
+        way = "an option" if key.startswith("--") else "an override"
+        advice = of_torchtune(bare) or f": write {bare}={spelled or 'VALUE'}"
+        raise UserError(f"{argument} is not {way}{advice}")
+    if argument.startswith("~"):
+        return _Override(argument, tuple(key[1:].split(".")), None)
+    if not equals or not key or any(c.isspace() for c in key):
+        raise UserError(f"{argument!r} is not an override: write key=value, or ~key to remove one")
+    if not spelled:
+        raise UserError(
+            f"{argument} gives no value: write {key}=null for none, or {key}=\"''\" for empty text"
+        )
+    path = tuple(re.sub(r"\[(\d+)\]", r".\1", key).split("."))
+    value = _text(spelled) if key in text_keys else _value(spelled, argument)
+    if len(path) == 1 and key in _SECTIONS and isinstance(value, str) and "${" not in value:
+        path = (key, "_component_")
+    return _Override(argument, path, spelled, value)
+
+
+def _text(spelled: str) -> str | None:
+    """Text as it stands, unless it stands in quotes."""
+    if spelled in _NULL:
+        return None
+    if len(spelled) > 1 and spelled[0] == spelled[-1] and spelled[0] in "'\"":
+        return str(_value(spelled, spelled))
+    return spelled
+
+
+def _value(spelled: str, argument: str) -> Any:
+    """What OmegaConf reads, but text is text as it stands unless it stands in quotes."""
+    if spelled in _NULL:
+        return None
+    marked = spelled.lstrip()[:1] in ("[", "{", "'", '"')
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"v={spelled}"]))["v"]  # pyright: ignore
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        if not marked:
+            return spelled
+        reason = " ".join(str(error).split())
+        raise UserError(f"override {argument!r} cannot be read: {reason}") from error
+    return value if marked or isinstance(value, bool | int | float) else spelled
+
+
+def _name_component(content: dict[str, Any], key: str, component: Any) -> None:
+    """Another component takes none of the old one's arguments.
+
+    Checkpointers are the exception: their arguments describe the checkpoint, not the class.
+    """
+    old = content.get(key)
+    old = old if isinstance(old, dict) else {}
+    if old.get("_component_") not in (None, component):
+        about_files = key.endswith("checkpointer") and isinstance(component, str)
+        taken = components.argument_names({"_component_": component}, key) if about_files else []
+        old = {name: value for name, value in old.items() if name in taken}
+    content[key] = {**old, "_component_": component}
+
+
+def _set(content: dict[str, Any], override: _Override) -> None:
+    *parents, last = override.path
+    node: Any = content
+    for number, part in enumerate(parents):
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = _inside(node, part, override, number)
+    if isinstance(node, dict):
+        node[last] = override.value
+    else:
+        _inside(node, last, override, len(parents))
+        node[int(last)] = override.value
+
+
+def _inside(node: Any, part: str, override: _Override, depth: int) -> Any:
+    where = ".".join(override.path[:depth])
+    if isinstance(node, list):
+        if part.isdigit() and int(part) < len(node):
+            return node[int(part)]
+        raise UserError(
+            f"{override.argument}: {where} is a list of {len(node)}: write {where}.0."
+            f"{'.'.join(override.path[depth:])}, or give the whole list"
+        )
+    inner = node.get(part)
+    if not isinstance(inner, dict | list):
+        raise UserError(
+            f"{override.argument}: {'.'.join(override.path[: depth + 1])} is {inner!r}, not a"
+            " mapping of keys"
+        )
+    return inner
+
+
+def _remove(content: dict[str, Any], override: _Override, present: set[tuple[str, ...]]) -> None:
+    *parents, last = override.path
+    node: Any = content
+    for part in parents:
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict) and last in node:
+        del node[last]
+    elif override.path not in present:  # or else another component has removed it
+        dotted = [".".join(path) for path in present]
+        close = difflib.get_close_matches(".".join(override.path), dotted, n=1)
+        hint = f"; did you mean ~{close[0]}?" if close else ""
+        raise UserError(f"{override.argument}: the config has no such key to remove{hint}")
+
+
+def _paths(node: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(node, dict):
+        return []
+    return [
+        path
+        for key, value in node.items()
+        for path in ((*above, str(key)), *_paths(value, (*above, str(key))))
+    ]
