@@ -88,6 +88,12 @@ def _suited(said: dict[str, Any], given: dict[str, Any], key: str, folder: str) 
     """What the folder says, as far as the named component takes it; a model takes all of it."""
     taken = components.argument_names(given, key)
     lost = [name for name in said if name not in (*taken, "_component_")]
+    open_ones = [n for n in taken if n not in {**said, **given} and "dropout" not in n]
+    if open_ones and key.endswith("model"):
+        raise UserError(
+            f"{key}._component_ is {given['_component_']}, and {folder}/config.json does not say its"
+            f" {open_ones[0]}: set {key}.{open_ones[0]}=VALUE, or leave {key}._component_ out"
+        )
     if lost and key.endswith("model"):
         raise UserError(
             f"{key}._component_ is {given['_component_']}, which has no {lost[0]}, but"

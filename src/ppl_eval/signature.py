@@ -65,7 +65,9 @@ def _definition(spec: ModuleSpec, name: str, hops: int) -> ast.FunctionDef | ast
         bound = {each for node in body for each in _bound(node)}
         if "__getattr__" in bound or _spec(f"{spec.name}.{name}") is not None:
             return None
-        inner = (module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+        inner = (
+            module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or [])
+        )
         raise LookupError(spec.name, name, [*bound, *inner])
     last = binding[-1]
     if isinstance(last, ast.FunctionDef | ast.ClassDef):

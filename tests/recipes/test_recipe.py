@@ -468,9 +468,50 @@ def test_above_a_limit_the_run_fails_with_code_3_and_keeps_its_results(tune, val
 
 def test_below_a_limit_all_is_well(tune):
     assert tune("max_documents=9", "fail_if.metrics.token_perplexity=3")[0] == 0
-    code, _, err = tune("max_documents=9", "fail_if.domains.poem.metrics.bits_per_byte=3")
+
+
+@pytest.mark.parametrize(
+    ("limit", "there"),
+    [("domains.poem.metrics.bits_per_byte", "the domains bill, program, tale"), ("macro.x", "")],
+)
+def test_a_limit_on_what_there_is_not_is_refused_before_weights_are_read(
+    tune, monkeypatch, limit, there
+):
+    from ppl_eval.model.source import FileSource
+
+    monkeypatch.setattr(FileSource, "tensors", lambda *args: pytest.fail("a weight was read"))
+    code, _, err = tune("max_documents=9", f"fail_if.{limit}=3")
     assert code == 1
-    assert "the results have no such key" in err
+    assert f"fail_if has {limit}, but " in err
+    assert there in err
+
+
+@pytest.mark.parametrize("domains", ["dataset.domain_column=''", "protocol.name=concat"])
+def test_a_limit_on_domains_of_a_text_without_any(tune, domains):
+    code, _, err = tune(domains, "fail_if.macro.bits_per_byte=3")
+    assert code == 1
+    assert "fail_if has macro.bits_per_byte, but the text has no domains" in err
+
+
+def test_no_metric_logger(tune):
+    assert tune("max_documents=3", "metric_logger=null")[0] == 0
+    assert sorted(path.name for path in Path("out/tiny_ppl_eval").iterdir()) == [
+        "documents.jsonl",
+        "results.json",
+    ]
+    assert results()["config"]["metric_logger"] is None
+
+
+def test_a_component_that_fails_to_import_says_why(tune, tmp_path):
+    (tmp_path / "my_broken_texts.py").write_text("import no_such_package\ndef texts(): ...\n")
+    code, _, err = tune("dataset=my_broken_texts.texts")
+    assert code == 1
+    assert "importing it fails: No module named 'no_such_package'" in err
+
+
+def test_results_have_the_short_name_of_a_dtype(tune):
+    assert tune("max_documents=3", "dtype=float32")[0] == 0
+    assert results()["environment"]["dtype"] == results()["config"]["dtype"] == "fp32"
 
 
 def test_one_document_has_no_interval(tune):
