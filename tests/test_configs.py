@@ -60,6 +60,33 @@ def test_a_config_spells_out_every_key(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_other_components_by_override(name):
+    """Of what the config says of its own data set and logger nothing stays."""
+    chat = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": "json",
+        "data_files": "chat.jsonl",
+        "conversation_column": "conversations",
+        "conversation_style": "sharegpt",
+    }
+    logger = {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "X"}
+    tokenizer = {
+        "_component_": "torchtune.models.llama3.llama3_tokenizer",
+        "path": "DIR/tokenizer.model",
+        "max_seq_len": 512,
+    }
+    sections = {"dataset": chat, "metric_logger": logger, "tokenizer": tokenizer}
+    config = load(
+        [
+            *("--config", name, f"checkpoint_dir={STUDENT}"),
+            *(f"{key}.{k}={v}" for key, node in sections.items() for k, v in node.items()),
+        ]
+    )
+    for key, node in sections.items():
+        assert getattr(config, key) == node
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_commands_in_the_header_parse(name):
     header = shipped.config_path(name).read_text().split("\n\n")[0]
     commands = re.findall(r"^#\s+(tune run .*)$", header, re.MULTILINE)
