@@ -91,8 +91,8 @@ def _suited(said: dict[str, Any], given: dict[str, Any], key: str, folder: str) 
     open_ones = [n for n in taken if n not in {**said, **given} and "dropout" not in n]
     if open_ones and key.endswith("model"):
         raise UserError(
-            f"{key}._component_ is {given['_component_']}, and {folder}/config.json does not say its"
-            f" {open_ones[0]}: set {key}.{open_ones[0]}=VALUE, or leave {key}._component_ out"
+            f"{key}._component_ is {given['_component_']}, and {folder}/config.json does not say"
+            f" its {open_ones[0]}: set {key}.{open_ones[0]}=VALUE, or leave {key}._component_ out"
         )
     if lost and key.endswith("model"):
         raise UserError(

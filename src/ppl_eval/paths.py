@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ppl_eval.data.corpus import check_files
 from ppl_eval.errors import UserError
 from ppl_eval.schema import EvalConfig
 
@@ -12,8 +13,6 @@ def check(config: EvalConfig) -> None:
     Raises:
         UserError: naming the key and the path.
     """
-    from ppl_eval.data.corpus import text_corpus  # noqa: F401
-
     folders = {
         "checkpoint_dir": config.checkpointer,
         "teacher_checkpoint_dir": config.teacher_checkpointer,
@@ -25,3 +24,6 @@ def check(config: EvalConfig) -> None:
             raise UserError(f"{key} is {folder}, but there is no such folder")
     if config.adapter.dir is not None and not Path(config.adapter.dir).is_dir():
         raise UserError(f"adapter.dir is {config.adapter.dir}, but there is no such folder")
+    for node in (config.dataset, *config.dataset.get("corpora", {}).values()):
+        if node["_component_"] == "ppl_eval.data.text_corpus":
+            check_files(node)

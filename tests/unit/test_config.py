@@ -319,6 +319,7 @@ FAST = [
     ["--config", "tiny_pair_ppl_eval", "teacher_checkpoint_dir=/no/such"],
     ["--config", "auto_ppl_eval", "checkpoint_dir=/no/such"],
     ["--config", "auto_ppl_eval", f"checkpoint_dir={STUDENT}", "model.num_layer=3"],
+    ["--config", "auto_ppl_eval", f"checkpoint_dir={STUDENT}/config.json"],
     [*TINY, "model.num_layer=3"],
     [*TINY, "model=torchtune.models.llama9"],
     [*TINY, "dataset=torchtune.datasets.chat_datset"],

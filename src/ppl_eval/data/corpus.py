@@ -86,6 +86,22 @@ def text_corpus(
     return Corpus(table, column, domain_column or None, id_column, origin, notes)
 
 
+def check_files(node: Mapping[str, Any]) -> None:
+    """Refuse a ``text_corpus`` component whose local files are not there, without reading any.
+
+    Args:
+        node: the component. Files and data sets elsewhere are not looked for.
+
+    Raises:
+        UserError: naming the file, or an argument that cannot be.
+    """
+    names = ("source", "data_files", "column", "domain_column", "split", "name", "revision", "unit")
+    arguments = {"column": "text", **{name: node[name] for name in names if name in node}}
+    _check_arguments(*(arguments.get(name) for name in names))
+    if "://" not in f"{node.get('source')} {node.get('data_files')}":
+        _local(*(arguments.get(name) for name in ("source", "data_files", "name", "revision")))
+
+
 def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
     """Build a data set's component; torchtune's take the tokenizer as an argument.
 
