@@ -325,7 +325,6 @@ FAST = [
     [*TINY, "dataset=torchtune.datasets.chat_datset"],
     [*TINY, "dataset=torchtune.datasets.chat_dataset", "dataset.source=json"],
     [*TINY, "checkpointer.model_typ=LLAMA3"],
-    [*TINY, "metric_logger.logdir=x"],
     [*TINY, "dataset.data_files=nowhere.jsonl"],
     [*TINY, "dataset.data_files=[nowhere/*.jsonl]"],
     [*TINY, "dataset.source=./nowhere", "dataset.data_files=null"],
