@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from datasets.packaged_modules.generator.generator import Generator
 
 from ppl_eval import Document, UserError
 from ppl_eval.data import text_corpus
@@ -325,6 +326,7 @@ def test_the_first_documents_only(write):
 
 gap = '{"text": "a"}\n\n'
 bad_files = {
+    "pretty.json": ('{\n  "text": "a"\n}\n', "line 1 is not JSON: .*: write an object a line, or"),
     "strings.jsonl": ('"a"\n"b"\n', 'line 1 is the string "a", but each line is an object such'),
     "lists.jsonl": ('["a"]\n["b"]\n', r'line 1 is the list \["a"\], but each line is an object'),
     "numbers.jsonl": (f"{gap}5\n", "line 3 is the number 5, but each line is an object"),
@@ -481,8 +483,15 @@ def test_names_of_files_that_are_none(write, tmp_path, monkeypatch):
         text_corpus(str(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"of several kinds: .*a.jsonl \(json\), .*b.txt \(text\)"):
         text_corpus(data_files=[write("a.jsonl", "x"), write("b.txt", "x")])
-    with pytest.raises(UserError, match="dataset.name is 'x', but that is for data sets of a hub"):
-        text_corpus(data_files=str(tmp_path / "b.txt"), name="x")
+    for argument in ("name", "revision"):
+        with pytest.raises(
+            UserError, match=f"dataset.{argument} is 'x', but that is for data sets"
+        ):
+            text_corpus(data_files=str(tmp_path / "b.txt"), **{argument: "x"})
+    with pytest.raises(UserError, match="dataset.name is 'x', but .* has no such subfolder, nor"):
+        text_corpus(str(tmp_path), name="x")
+    with pytest.raises(UserError, match="dataset.data_files names .*b.txt twice"):
+        text_corpus(data_files=[str(tmp_path / "b.txt"), str(tmp_path / "?.txt")])
     with pytest.raises(UserError, match="among other files, but that is a folder"):
         text_corpus(data_files=[str(tmp_path / "b.txt"), str(tmp_path / "empty")])
 
@@ -496,6 +505,24 @@ def test_folders_of_odd_names_and_hidden_files(write, tmp_path):
         (folder / name).write_text('{"text": "y"}\n')
     assert texts(text_corpus(str(folder))) == ["x"]
     assert texts(text_corpus(str(folder), name="a")) == ["x"]
+
+
+def test_a_clone_of_a_data_set_with_configurations(tmp_path):
+    readme = "---\nconfigs:\n"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        readme += f"- config_name: {name}\n  data_files:\n"
+        for split in ("train", "held_out"):
+            (tmp_path / name / f"{split}.jsonl").write_text(f'{{"text": "{name} {split}"}}\n')
+            readme += f"  - {{split: {split}, path: {name}/{split}.jsonl}}\n"
+    (tmp_path / "README.md").write_text(f"{readme}---\n# Texts\n")
+    assert texts(text_corpus(str(tmp_path), name="two", split="held_out")) == ["two held_out"]
+    with pytest.raises(UserError, match="dataset.name is None, .* configs: .'one', 'two'."):
+        text_corpus(str(tmp_path))
+    with pytest.raises(UserError, match="dataset.name is 'three', .*'one', 'two'"):
+        text_corpus(str(tmp_path), name="three")
+    with pytest.raises(UserError, match="splits train, held_out: choose one by dataset.split"):
+        text_corpus(str(tmp_path), name="one")
 
 
 def test_an_unwritable_cache_is_named(write, tmp_path, monkeypatch):
@@ -545,6 +572,19 @@ def test_a_hub_that_is_not_there(hub, endpoint, reason):
         UserError, match=f"source is 'mine/set', .*: {reason}: .* set dataset.data_files=FILE"
     ):
         hub(endpoint)
+
+
+def test_a_hub_that_is_not_there_gives_what_the_cache_has(hub, hf_cache):
+    def rows():
+        yield {"text": "a", "id": datetime.datetime(2024, 5, 1), "other": None}
+
+    Generator(
+        generator=rows, config_id="default", dataset_name="set", repo_id="mine/set", hash="a"
+    ).download_and_prepare()
+    corpus = hub("http://127.0.0.1:9")
+    assert list(corpus) == [Document("a", "2024-05-01 00:00:00.000000")]
+    assert "mine/set is read from the cache, since 127.0.0.1:9 does not answer" in corpus.notes[0]
+    assert "column 'id' holds timestamp[us], which is printed as Arrow does" in corpus.notes[1]
 
 
 def test_a_hub_behind_a_proxy_or_slow_is_left_to_the_library(monkeypatch):

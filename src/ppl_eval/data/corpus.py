@@ -42,8 +42,8 @@ def text_corpus(
         column: holds the text.
         domain_column: holds each row's domain, for results by domain. None takes a column named
             ``domain`` if there is one; an empty string takes none.
-        name: the data set's configuration, such as ``wikitext-2-raw-v1``; of a local folder, the
-            subfolder.
+        name: the data set's configuration, such as ``wikitext-2-raw-v1``; of a local folder, one
+            that its README.md has, or a subfolder.
         revision: the data set's commit, tag or branch.
         unit: what is a document of a .txt file: each ``line``, each ``paragraph`` (blank lines
             separate them) or the whole ``file``. None: lines, of files without blank lines between
@@ -65,7 +65,7 @@ def text_corpus(
                 " which are the documents"
             )
         if local is not None:
-            splits, origin, notes = _saved(local), str(local), ()
+            splits, origin, notes = _saved(local), str(local), tuple[str, ...]()
         else:
             from ppl_eval.data import hub
 
@@ -74,6 +74,7 @@ def text_corpus(
             cached = f"dataset.source {origin} is read from the cache, since {trouble}"
             notes = (cached,) if trouble else ()
         table = _choose(splits, split, origin)
+        notes += _time_notes(table, domain_column, origin)
     for argument, wanted in (("column", column), ("domain_column", domain_column or column)):
         if wanted not in table.column_names:
             raise UserError(
@@ -187,16 +188,20 @@ def _local(
     else:
         key = "data_files"
     folder = Path(os.path.expanduser(patterns[0]))
-    if name is not None and (folder / name).is_dir():
-        folder = folder / name
-    elif name is not None or revision is not None:
-        found = f"name is {name!r}" if name is not None else f"revision is {revision!r}"
+    if revision is not None:
         raise UserError(
-            f"dataset.{found}, but that is for data sets of a hub, and {patterns[0]} is read here:"
-            " remove it"
+            f"dataset.revision is {revision!r}, but that is for data sets of a hub, and"
+            f" {patterns[0]} is read here: remove it"
         )
     if len(patterns) == 1 and folder.is_dir():
-        return folder if file_names.is_saved(folder) else file_names.of_folder(folder, loader)
+        if name is None and file_names.is_saved(folder):
+            return folder
+        return file_names.of_folder(folder, name, loader)
+    if name is not None:
+        raise UserError(
+            f"dataset.name is {name!r}, but that is for data sets of a hub and for folders, and"
+            f" {patterns[0]} is a file: remove it"
+        )
     paths = [path for pattern in patterns for path in file_names.expand(pattern, key)]
     names = paths
     if any("://" in path for path in paths):
@@ -305,6 +310,20 @@ def _choose(loaded: Any, split: str | None, origin: str) -> Any:
         part = "" if split is None else f", split {split},"
         raise UserError(f"{origin}{part} has no rows: there is nothing to measure")
     return rows
+
+
+def _time_notes(table: Any, domain_column: str | None, origin: str) -> tuple[str, ...]:
+    """Labels that were perhaps other texts before: the library takes dates in JSON for times."""
+    times = [
+        name
+        for name in ("id", "domain" if domain_column is None else domain_column)
+        if getattr(table.features.get(name), "dtype", "").startswith(("timestamp", "date", "time"))
+    ]
+    return tuple(
+        f"{origin}: column {name!r} holds {table.features[name].dtype}, which is printed as Arrow"
+        " does; for ids and domains as the file spells them download it and give its files"
+        for name in times
+    )
 
 
 @contextmanager

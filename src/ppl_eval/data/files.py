@@ -134,23 +134,50 @@ def named(names: Sequence[str], paths: Sequence[str], loader: str | None) -> Fil
         loader: what they are; None: their suffixes decide.
 
     Raises:
-        UserError: the suffixes are unknown or of several kinds.
+        UserError: the suffixes are unknown or of several kinds; a file stands there twice.
     """
+    repeated = [name for number, name in enumerate(names) if name in names[:number]]
+    if repeated:
+        raise UserError(f"dataset.data_files names {repeated[0]} twice: name each file once")
     loader = loader or _loader_of(names)
     files = tuple(File(n, Path(p), loader) for n, p in zip(names, paths, strict=True))
     return Files(_some(names), {"train": files})
 
 
-def of_folder(folder: Path, loader: str | None = None) -> Files:
+def of_folder(folder: Path, name: str | None = None, loader: str | None = None) -> Files:
     """The files of a folder and its subfolders, whose names tell their splits.
 
     Args:
         folder: where they lie.
+        name: one of the configurations in the folder's README.md, as in a clone of a repository of
+            the hub, or a subfolder.
         loader: what they are; None: their suffixes decide.
 
     Raises:
-        UserError: there are none, or of several kinds.
+        UserError: there are none, or of several kinds; no such configuration.
     """
+    if _has_configurations(folder):
+        splits, known = _of_configuration(folder, name), []
+    else:
+        folder = folder if name is None else folder / name
+        if not folder.is_dir():
+            raise UserError(
+                f"dataset.name is {name!r}, but {folder.parent} has no such subfolder, nor a"
+                " README.md with configurations"
+            )
+        known = _known(folder)
+        splits = _by_names(folder, known)
+    chosen = {path for found in splits.values() for path in found}
+    kind = loader or _loader_of([str(path) for path in sorted(chosen)])
+    return Files(
+        str(folder),
+        {split: tuple(File(str(p), p, kind) for p in found) for split, found in splits.items()},
+        tuple(str(path) for path in known if path not in chosen),
+    )
+
+
+def _known(folder: Path) -> list[Path]:
+    """All files of the folder that can be read."""
     found = glob.glob(os.path.join(glob.escape(str(folder)), "**"), recursive=True)
     paths = [Path(name) for name in sorted(found) if not os.path.isdir(name)]
     known = [p for p in paths if suffix_is_known(p.name) and not _is_special(p, folder)]
@@ -162,21 +189,10 @@ def of_folder(folder: Path, loader: str | None = None) -> Files:
         )
     for path in known:
         check_file(str(path), "dataset.source")
-    splits = {
-        split: tuple(path for path in found if path in set(known))
-        for split, found in _splits(folder).items()
-    }
-    splits = {split: found for split, found in splits.items() if found} or {"train": tuple(known)}
-    chosen = {path for found in splits.values() for path in found}
-    kind = loader or _loader_of([str(path) for path in sorted(chosen)])
-    return Files(
-        str(folder),
-        {split: tuple(File(str(p), p, kind) for p in found) for split, found in splits.items()},
-        tuple(str(path) for path in known if path not in chosen),
-    )
+    return known
 
 
-def _splits(folder: Path) -> dict[str, list[Path]]:
+def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
     """Split -> files, as the datasets library tells them by their names."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -184,13 +200,44 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
     base = glob.escape(root)
     try:
         patterns: Any = get_data_patterns(base)
-        found = DataFilesDict.from_patterns(patterns, base_path=base)
+        files = DataFilesDict.from_patterns(patterns, base_path=base)
     except FileNotFoundError:
-        return {}
-    return {
-        str(split): [folder / Path(file).relative_to(root) for file in files]
-        for split, files in found.items()
+        files = {}
+    splits = {
+        str(split): [
+            p for p in (folder / Path(name).relative_to(root) for name in names) if p in known
+        ]
+        for split, names in files.items()
     }
+    return {split: paths for split, paths in splits.items() if paths} or {"train": [*known]}
+
+
+def _has_configurations(folder: Path) -> bool:
+    card = folder / "README.md"
+    if not card.is_file():
+        return False
+    from huggingface_hub import DatasetCard
+
+    try:
+        return bool(
+            DatasetCard.load(card, ignore_metadata_errors=True).data.to_dict().get("configs")
+        )
+    except (ValueError, OSError):  # a README that is no card
+        return False
+
+
+def _of_configuration(folder: Path, name: str | None) -> dict[str, list[Path]]:
+    import datasets
+
+    try:
+        config = datasets.load_dataset_builder(str(folder), name=name).config
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"dataset.name is {name!r}, but the README.md of {folder} has other configurations:"
+            f" {' '.join(str(error).split())}"
+        ) from error
+    files: Mapping[Any, Sequence[str]] = config.data_files or {}
+    return {str(split): [Path(file) for file in found] for split, found in files.items()}
 
 
 def _is_special(path: Path, folder: Path) -> bool:

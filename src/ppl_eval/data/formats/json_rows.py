@@ -55,7 +55,8 @@ def _json_lines(file: File) -> Iterator[tuple[int, Any]]:
         try:
             yield number, decode(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{file.name}, line {number} is not JSON: {error}") from error
+            hint = ": write an object a line, or one array" if line.strip() == "{" else ""
+            raise UserError(f"{file.name}, line {number} is not JSON: {error}{hint}") from error
 
 
 def _items(file: File) -> Iterator[tuple[int, Any]]:
