@@ -4,7 +4,6 @@ The module is imported when there is something to read: it needs the datasets li
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,12 @@ _READING = 1
 """Counted up when the same files are read into other rows; tables of before are not used then."""
 
 
-@dataclass
-class _TextConfig(datasets.BuilderConfig):
-    """What a builder reads: files by split."""
-
-    splits: Mapping[str, tuple[File, ...]] = field(default_factory=dict)
-    wanted: Wanted = field(default_factory=Wanted)
-
-
 class _TextBuilder(datasets.ArrowBasedBuilder):
     """Writes the rows into the cache, under the library's lock: one process does, others wait."""
 
-    BUILDER_CONFIG_CLASS = _TextConfig
-    config: _TextConfig
+    def __init__(self, key: str, splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> None:
+        self._files, self._wanted = splits, wanted
+        super().__init__(dataset_name="ppl_eval_text", config_name=f"content-{key}")
 
     def _info(self) -> datasets.DatasetInfo:
         return datasets.DatasetInfo(features=_features())
@@ -41,11 +33,11 @@ class _TextBuilder(datasets.ArrowBasedBuilder):
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
         return [
             datasets.SplitGenerator(name=split, gen_kwargs={"split": split})
-            for split in self.config.splits
+            for split in self._files
         ]
 
     def _generate_tables(self, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        yield from enumerate(read(self.config.splits[kwargs["split"]], self.config.wanted))
+        yield from enumerate(read(self._files[kwargs["split"]], self._wanted))
 
 
 def of_files(splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> Mapping[str, Any]:
@@ -70,9 +62,7 @@ def of_files(splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> Mapping[
     shape = [(split, [(f.name, f.loader) for f in found]) for split, found in splits.items()]
     key = fingerprint.of(_READING, content, facts, shape, vars(wanted))
     try:
-        builder = _TextBuilder(
-            dataset_name="ppl_eval_text", config_id=f"content-{key}", splits=splits, wanted=wanted
-        )
+        builder = _TextBuilder(key, splits, wanted)
         builder.download_and_prepare()
         rows = builder.info.splits or {}
         return {
