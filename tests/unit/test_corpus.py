@@ -98,7 +98,10 @@ def test_a_text_file_without_them_is_read_by_line_and_says_so(write):
         corpus = text_corpus(data_files=write(name, content))
         assert len(corpus) == count
         (note,) = corpus.notes
-        assert f"{name} is read by line: {count} documents; dataset.unit=paragraph" in note
+        assert (
+            f"{name} is read by line: {count} document{'s' * (count > 1)}; dataset.unit=paragraph"
+            in note
+        )
         assert as_documents(corpus, 1).notes == (note,)
     both = NamedCorpora({"one": corpus, "two": [Document("x")]})
     assert both.notes == (f"one: {note}",) == both.first(1).notes
@@ -152,6 +155,11 @@ def test_other_columns_may_hold_anything(write):
     assert [d.id for d in corpus[:4]] == ["1", "x", "2.5", None]
     tables = [write("a.csv", "text,n\na,1\n"), write("b.csv", "more,id,text\nx,5,b\n")]
     assert list(text_corpus(data_files=tables)) == [Document("a"), Document("b", "5")]
+
+
+def test_csv_rows_may_end_with_carriage_returns_alone(write):
+    file = write("a.csv", 'text,id\ra,1\r"b\rc",2\r')
+    assert list(text_corpus(data_files=file)) == [Document("a", "1"), Document("b\rc", "2")]
 
 
 def test_csv_fields_are_text_as_they_stand(write):
@@ -452,7 +460,7 @@ def test_splits_and_parts_of_them(write, tmp_path):
     assert len(text_corpus(str(folder), split="test")) == 10  # what is not asked for is not read
     (folder / "more.jsonl").write_text('{"text": "lost?"}\n')
     (note,) = text_corpus(str(folder), split="test").notes
-    assert "1 files are in no split by their names and are not read: " in note
+    assert "1 file in no split by name, not read: " in note
     assert "more.jsonl" in note
     with pytest.raises(UserError, match="splits train, test: choose one by dataset.split"):
         text_corpus(str(folder))
@@ -517,12 +525,15 @@ def test_a_clone_of_a_data_set_with_configurations(tmp_path):
             readme += f"  - {{split: {split}, path: {name}/{split}.jsonl}}\n"
     (tmp_path / "README.md").write_text(f"{readme}---\n# Texts\n")
     assert texts(text_corpus(str(tmp_path), name="two", split="held_out")) == ["two held_out"]
-    with pytest.raises(UserError, match="dataset.name is None, .* configs: .'one', 'two'."):
+    with pytest.raises(UserError, match="dataset.name=None chooses none .*'one', 'two'"):
         text_corpus(str(tmp_path))
-    with pytest.raises(UserError, match="dataset.name is 'three', .*'one', 'two'"):
+    with pytest.raises(UserError, match="dataset.name=three chooses none .*'one', 'two'"):
         text_corpus(str(tmp_path), name="three")
     with pytest.raises(UserError, match="splits train, held_out: choose one by dataset.split"):
         text_corpus(str(tmp_path), name="one")
+    for readme in ("# Texts\n", "---\nlicense: mit\n---\n", "---\nconfigs: [\n---\n"):
+        (tmp_path / "one" / "README.md").write_text(readme)
+        assert texts(text_corpus(str(tmp_path / "one"), split="train")) == ["one train"]
 
 
 def test_an_unwritable_cache_is_named(write, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
 from ppl_eval.data.files import LOADERS, Files
 from ppl_eval.data.formats import UNITS, Wanted
 from ppl_eval.errors import UserError
+from ppl_eval.plural import counted
 
 
 def text_corpus(
@@ -242,14 +243,14 @@ def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
     if found.left_out:
         more = ", ..." if len(found.left_out) > 3 else ""
         notes.append(
-            f"{found.name}: {len(found.left_out)} files are in no split by their names and are not"
-            f" read: {', '.join(found.left_out[:3])}{more}"
+            f"{found.name}: {counted(len(found.left_out), 'file')} in no split by name, not read:"
+            f" {', '.join(found.left_out[:3])}{more}"
         )
     rows = _choose(tables, split, found.name)
     if wanted.unit is None and loaders == {"text"}:
         notes.append(
-            f"{found.name} is read by line: {len(rows):,} documents; dataset.unit=paragraph or"
-            " dataset.unit=file reads it otherwise"
+            f"{found.name} is read by line: {counted(len(rows), 'document')};"
+            " dataset.unit=paragraph or dataset.unit=file reads it otherwise"
         )
     domain = "domain" if wanted.domain != "" else None
     return Corpus(rows, "text", domain, "id", found.name, tuple(notes))

@@ -2,10 +2,13 @@
 
 import glob
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ppl_eval.errors import UserError
 
@@ -213,17 +216,15 @@ def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def _has_configurations(folder: Path) -> bool:
+    """Whether the folder's README.md begins with YAML that has ``configs``."""
     card = folder / "README.md"
-    if not card.is_file():
-        return False
-    from huggingface_hub import DatasetCard
-
+    text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
+    header = re.match(r"\ufeff?---\s*\n(.*?)\n---", text, re.DOTALL)
     try:
-        return bool(
-            DatasetCard.load(card, ignore_metadata_errors=True).data.to_dict().get("configs")
-        )
-    except (ValueError, OSError):  # a README that is no card
+        content = yaml.safe_load(header[1]) if header else None
+    except yaml.YAMLError:  # a README that is no card
         return False
+    return isinstance(content, Mapping) and bool(content.get("configs"))
 
 
 def _of_configuration(folder: Path, name: str | None) -> dict[str, list[Path]]:
@@ -232,9 +233,10 @@ def _of_configuration(folder: Path, name: str | None) -> dict[str, list[Path]]:
     try:
         config = datasets.load_dataset_builder(str(folder), name=name).config
     except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
         raise UserError(
-            f"dataset.name is {name!r}, but the README.md of {folder} has other configurations:"
-            f" {' '.join(str(error).split())}"
+            f"the README.md of {folder} has configurations, and dataset.name={name} chooses none"
+            f" that can be read: {said}"
         ) from error
     files: Mapping[Any, Sequence[str]] = config.data_files or {}
     return {str(split): [Path(file) for file in found] for split, found in files.items()}

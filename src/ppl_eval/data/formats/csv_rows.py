@@ -2,15 +2,16 @@
 
 import csv
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ppl_eval.data.files import File
 from ppl_eval.data.formats.rows import Rows
-from ppl_eval.data.formats.stream import decoded
+from ppl_eval.data.formats.stream import lines_of
 from ppl_eval.data.formats.wanted import Seen, Wanted, places
 from ppl_eval.errors import UserError
+from ppl_eval.plural import counted
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Rows:
 
 def _rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[tuple[int, Any, Any, Any]]:
     separator = "\t" if file.suffix == ".tsv" else ","
-    lines = (text for _, text in decoded(file))
+    lines = (text for _, text in lines_of(file))
     rows = csv.reader(lines, delimiter=separator, strict=True)
     header: list[str] | None = None
     found: list[int | None] = []
@@ -59,12 +60,9 @@ def _rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[tuple[int, Any, An
             continue
         if len(row) != len(header):
             raise UserError(
-                f"{file.name}, line {number} has {_fields(row)}, but the header has"
-                f" {_fields(header)}: a field with a separator or a line's end in it needs quotes"
+                f"{file.name}, line {number} has {counted(len(row), 'field')}, but the header has"
+                f" {counted(len(header), 'field')}: a field with a separator or a line's end in"
+                " it needs quotes"
             )
         text, row_id, domain = (None if place is None else row[place] for place in found)
         yield number, text, row_id, domain
-
-
-def _fields(row: Sequence[str]) -> str:
-    return f"{len(row)} field{'' if len(row) == 1 else 's'}"

@@ -5,6 +5,7 @@ import codecs
 import gzip
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,18 @@ def decoded(file: File) -> Iterator[tuple[int, str]]:
                     f"{file.name}, line {number} is not UTF-8: {error.reason} at byte"
                     f" {error.start}: convert it, as by iconv -f LATIN1 -t UTF-8"
                 ) from error
+
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+
+
+def lines_of(file: File) -> Iterator[tuple[int, str]]:
+    """As :func:`decoded`, where a carriage return alone ends a line, too."""
+    for number, text in decoded(file):
+        if "\r" in text:
+            yield from ((number, line) for line in _LINE.findall(text))
+        else:
+            yield number, text
 
 
 def check_content(file: File) -> None:

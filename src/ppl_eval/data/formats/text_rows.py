@@ -1,14 +1,14 @@
 """Text files: a line, a paragraph or the file is a document."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ppl_eval.data.files import File
 from ppl_eval.data.formats.rows import Rows
-from ppl_eval.data.formats.stream import decoded
+from ppl_eval.data.formats.stream import decoded, lines_of
 from ppl_eval.data.formats.wanted import UNITS, Seen, Wanted, places
 from ppl_eval.errors import UserError
+from ppl_eval.plural import counted
 
 
 @dataclass
@@ -52,17 +52,13 @@ class Lines:
             "file": "each file is a document",
         }
         choices = "; ".join(
-            f"{unit}: {_documents(self.documents[unit])}, {what[unit]}" for unit in UNITS
+            f"{unit}: {counted(self.documents[unit], 'document')}, {what[unit]}" for unit in UNITS
         )
         names = files[0].name if len(files) == 1 else f"{files[0].name} and others"
         raise UserError(
             f"{names} has blank lines between others, so what is a document has to be said: set"
             f" dataset.unit to {choices}"
         )
-
-
-def _documents(count: int) -> str:
-    return f"{count:,} document{'' if count == 1 else 's'}"
 
 
 def text_rows(file: File, wanted: Wanted, seen: Seen, lines: Lines) -> Rows:
@@ -79,27 +75,15 @@ def _rows(file: File, unit: str | None, lines: Lines) -> Iterator[tuple[int, str
     if unit == "file":
         yield 1, "".join(text for _, text in decoded(file)), None, None
     elif unit == "paragraph":
-        for number, text in _paragraphs(_with_ends(decoded(file))):
+        for number, text in _paragraphs(lines_of(file)):
             yield number, text, None, None
     else:
         lines.file()
-        for number, line in _with_ends(decoded(file)):
+        for number, line in lines_of(file):
             text = line.rstrip("\r\n")
             if unit is None:
                 lines.line(text)
             yield number, text, None, None
-
-
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-
-
-def _with_ends(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Lines with their ends: a line feed, a carriage return, or both."""
-    for number, text in lines:
-        if "\r" in text:
-            yield from ((number, line) for line in _LINE.findall(text))
-        else:
-            yield number, text
 
 
 def _paragraphs(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
