@@ -161,6 +161,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         """On rank 0: results.json, documents.jsonl, the metric logger, and the table."""
         content = {
             **self.content(result),
+            "weights": dataclasses.asdict(result.weights),
             **self.describe(result.summary.total.num_scored, peak_memory),
         }
         if self.teacher is not None:

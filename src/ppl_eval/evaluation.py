@@ -3,7 +3,8 @@
 The recipe and the Python API both go through here.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -15,9 +16,10 @@ from torch import nn
 
 from ppl_eval.data.batch import collate
 from ppl_eval.data.documents import as_documents, come_as_tokens
+from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.encode import EncodedCorpus, check_ids, encode_corpus
 from ppl_eval.data.plan import Plan, batch_budget, make_plan
-from ppl_eval.data.protocol import Protocol, make_protocol
+from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
@@ -25,6 +27,7 @@ from ppl_eval.metrics.fidelity import Fidelity
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
 from ppl_eval.metrics.tokens import TokenRecords
+from ppl_eval.model.stored import StoredWeights, stored_weights
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.tensor import check_groups
@@ -40,6 +43,8 @@ from ppl_eval.steps import (
     noise_batches,
     noise_sample,
 )
+
+logger = logging.getLogger("ppl_eval")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Evaluation:
         summary: counts and metrics of the whole, by domain and by document.
         teacher: the teacher's, if there is one.
         fidelity: how far the model is from its teacher, beside the ledger's sums.
+        weights: what the model's numbers are stored in, and how many linear layers are quantised.
+        notes: what the reading of texts and the choice of windows decided, one sentence each.
     """
 
     workload: Workload
@@ -89,6 +96,8 @@ class Evaluation:
     summary: Summary
     teacher: Summary | None = None
     fidelity: Fidelity | None = None
+    weights: StoredWeights | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -140,6 +149,7 @@ def prepare(
         rows,
         tokenizer,
         vocab_size=vocab_size,
+        added=protocol.added,
         count_words=protocol.rule.count_words,
         group=group,
         on_encode=on_encode,
@@ -234,6 +244,7 @@ def run(
             on_step(Progress(step, num_steps, int(scored), float(share), steps.running))
 
     with evaluating(models, contexts):
+        weights = stored_weights(model)
         for step in range(num_steps):
             number = plan.batch_of(step, batch_rank, num_batch_ranks)
             steps.run(collate(number, *sources), ledger)
@@ -251,7 +262,7 @@ def run(
     def summary(of: Ledger, by_position: list[dict[str, Any]]) -> Summary:
         return summarise(workload.corpus, workload.protocol, windows, of, by_position)
 
-    found = Evaluation(workload, ledger, summary(ledger, steps.by_position()))
+    found = Evaluation(workload, ledger, summary(ledger, steps.by_position()), weights=weights)
     if isinstance(steps, Alone):
         return found
     teachers = summary(ledger.with_nll_of("teacher_"), steps.teacher_by_position())
@@ -321,7 +332,8 @@ def evaluate(
         tokenizer: the model's: ``encode(text, add_bos, add_eos)``, ``bos_id``, ``eos_id``.
         documents: texts, mappings with ``text`` (and ``id``, ``domain``), or a ``text_corpus``.
         protocol: the rule that makes windows: see docs/protocols.md.
-        max_seq_len: tokens in a window, BOS included; None: the protocol's own, mostly 1,024.
+        max_seq_len: tokens in a window, BOS included; None: the protocol's own, mostly 1,024, or
+            what the models read if that is less.
         stride: text tokens by which windows advance; None: they do not overlap.
         add_bos: True, False, or ``auto``: as the tokenizer has it.
         add_eos: score an EOS after each document.
@@ -353,16 +365,17 @@ def evaluate(
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     group = group or world
+    models = [model] if teacher is None else [model, teacher]
+    window, notes = fit_window(models, protocol, max_seq_len)
     rule = make_protocol(
         tokenizer,
         protocol,
-        max_seq_len=max_seq_len,
+        max_seq_len=window,
         stride=stride,
         add_bos=add_bos,
         add_eos=add_eos,
         separator=separator,
     )
-    models = [model] if teacher is None else [model, teacher]
     for each in models:
         check_window(each, rule.max_seq_len)
     device = _device_of(model)
@@ -376,7 +389,10 @@ def evaluate(
         vocab_size=min(sizes, default=None),
         group=group if meshes is None else world,
     )
-    return run(
+    notes += notes_of(documents)
+    for note in notes if world is None or dist.get_rank() == 0 else ():
+        logger.warning(note)
+    result = run(
         model,
         workload,
         device=device,
@@ -387,10 +403,50 @@ def evaluate(
         fp32_logits=fp32_logits,
         noise_floor=noise_floor,
     )
+    return replace(result, notes=notes)
 
 
 def _beside(model: nn.Module, meshes: Meshes | None, group: dist.ProcessGroup | None) -> Teacher:
     return Teacher(model, group) if meshes is None else Teacher.on(model, meshes)
+
+
+def fit_window(
+    models: Sequence[nn.Module], protocol: str, max_seq_len: int | None
+) -> tuple[int | None, tuple[str, ...]]:
+    """The window that is read where none is given: the protocol's own, or less if a model reads
+    less.
+
+    Args:
+        models: what reads the windows.
+        protocol: its name.
+        max_seq_len: tokens in a window, or None if it is not given.
+
+    Returns:
+        (tokens in a window, a sentence if the models decided).
+    """
+    if max_seq_len is not None or protocol not in RULES:
+        return max_seq_len, ()
+    own = RULES[protocol].max_seq_len
+    window = min([own, *(limit for limit in map(window_limit, models) if limit is not None)])
+    if window == own:
+        return own, ()
+    return window, (
+        f"protocol.max_seq_len is not given: windows have {window:,} tokens, all that the model"
+        f" reads ({protocol} would take {own:,})",
+    )
+
+
+def window_limit(model: nn.Module) -> int | None:
+    """Most tokens that a model reads at once, by torchtune's ``max_seq_len`` or transformers'
+    configuration; None if it does not say."""
+    inner = unwrapped(model)
+    config: Any = getattr(inner, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for owner, name in ((inner, "max_seq_len"), (text, "max_position_embeddings")):
+        limit = getattr(owner, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
 
 
 def check_window(model: nn.Module, max_seq_len: int) -> None:
@@ -399,11 +455,11 @@ def check_window(model: nn.Module, max_seq_len: int) -> None:
     Raises:
         UserError: naming both lengths.
     """
-    limit = getattr(unwrapped(model), "max_seq_len", None)
+    limit = window_limit(model)
     if limit is not None and max_seq_len > limit:
         raise UserError(
-            f"protocol.max_seq_len is {max_seq_len}, but the model reads at most {limit} tokens"
-            f" (its max_seq_len): set protocol.max_seq_len={limit} or less"
+            f"protocol.max_seq_len is {max_seq_len}, but the model reads at most {limit} tokens:"
+            f" set protocol.max_seq_len={limit} or less"
         )
 
 

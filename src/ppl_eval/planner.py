@@ -13,8 +13,8 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval.config import load as load_config
 from ppl_eval.data.plan import batch_budget
-from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
+from ppl_eval.evaluation import fit_window
 from ppl_eval.model.adapter import strip
 from ppl_eval.model.agree import read_config_beside
 from ppl_eval.model.build import build_on_meta
@@ -227,7 +227,7 @@ def describe(args: Sequence[str], num_processes: int, device_memory_mib: float) 
             f" {device_memory_mib / 1024:g}, but both are above 0"
         )
     models = list(_models(cfg))
-    positions = _positions(cfg)
+    positions = _positions(cfg, models)
     reshard = cfg.parallel.reshard_after_forward
     own_reshard = cfg.teacher_parallel.reshard_after_forward
     reshards = (reshard, reshard if own_reshard is None else own_reshard)
@@ -294,11 +294,10 @@ def _row(one: Estimate) -> list[str]:
     return [*degrees, *(f"{number / MIB:,.0f}" for number in numbers)]
 
 
-def _positions(cfg: EvalConfig) -> int:
+def _positions(cfg: EvalConfig, models: Sequence[TransformerDecoder]) -> int:
     """Most positions of a batch: a window that is longer than the budget is a batch of its own."""
-    window = cfg.protocol.max_seq_len or RULES[cfg.protocol.name].max_seq_len
-    kind = device_type(cfg.device)
-    return max(batch_budget(cfg.max_tokens_per_batch, kind), window)
+    window, _ = fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
+    return max(batch_budget(cfg.max_tokens_per_batch, device_type(cfg.device)), window or 0)
 
 
 def _divisors(number: int) -> list[int]:

@@ -79,17 +79,18 @@ def prepare(
     teacher = _teacher(cfg, dtype, packs) if cfg.has_teacher else None
     models = [ready.model for ready in (student, teacher) if ready is not None]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
+    window, notes = evaluation.fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
     protocol = make_protocol(
         tokenizer,
         cfg.protocol.name,
-        max_seq_len=cfg.protocol.max_seq_len,
+        max_seq_len=window,
         stride=cfg.protocol.stride,
         add_bos=cfg.protocol.add_bos,
         add_eos=cfg.protocol.add_eos,
         separator=cfg.protocol.separator,
     )
     evaluation.check_window(student.model, protocol.max_seq_len)
-    notes, warnings = student.notes, student.warnings
+    notes, warnings = student.notes + notes, student.warnings
     if teacher is not None:
         with of_the_teacher():
             evaluation.check_window(teacher.model, protocol.max_seq_len)

@@ -46,14 +46,11 @@ def run(monkeypatch, tmp_path, folder, texts, *args):
     return json.loads((tmp_path / "out/results.json").read_text()), rows
 
 
-@pytest.mark.parametrize("add_bos", [None, True, False])
-@pytest.mark.parametrize("name", ["tiny_student", "stories260k-hf"])
-def test_lm_eval_itself(monkeypatch, tmp_path, real_model, name, add_bos):
-    """loglikelihood_rolling of lm-eval 0.4.13, HF backend, float32."""
+def by_lm_eval(folder, texts, add_bos):
+    """loglikelihood_rolling of lm-eval 0.4.13, HF backend, float32, by text."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    folder = folder_of(name, real_model)
     peer = HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
@@ -61,10 +58,36 @@ def test_lm_eval_itself(monkeypatch, tmp_path, real_model, name, add_bos):
         add_bos_token=add_bos,
         batch_size=1,
     )
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+    return peer.loglikelihood_rolling(requests, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_lm_eval_on_texts_with_their_own_bos(monkeypatch, tmp_path, add_bos):
+    """It adds none to a text that begins with one."""
+    folder = shipped.embedded_path("tiny_student")
+    texts = [f"<|begin|>{text}" for text in TEXTS if text]
+    _, rows = run(
+        monkeypatch,
+        tmp_path,
+        folder,
+        texts,
+        "tokenizer.special_tokens_in_text=true",
+        "protocol.name=lm_eval_rolling",
+        "protocol.max_seq_len=64",
+        f"protocol.add_bos={'auto' if add_bos is None else str(add_bos).lower()}",
+    )
+    theirs = by_lm_eval(folder, texts, add_bos)
+    assert [-row["nll_nats_sum"] for row in rows] == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+@pytest.mark.parametrize("name", ["tiny_student", "stories260k-hf"])
+def test_lm_eval_itself(monkeypatch, tmp_path, real_model, name, add_bos):
+    folder = folder_of(name, real_model)
     # transformers 5 reads a lone space as two tokens where the same tokenizer.json has one
     texts = TEXTS if name == "tiny_student" else [text for text in TEXTS if text != " "]
-    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
-    theirs = peer.loglikelihood_rolling(requests, disable_tqdm=True)
+    theirs = by_lm_eval(folder, texts, add_bos)
     content, rows = run(
         monkeypatch,
         tmp_path,

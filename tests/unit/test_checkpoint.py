@@ -4,9 +4,10 @@ import json
 import os
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from ppl_eval import UserError, fingerprint, shipped
+from ppl_eval import UserError, fingerprint, preflight, shipped
 from ppl_eval.config import load
 from ppl_eval.model import checkpoint
 from ppl_eval.model.folder import find_weight_files
@@ -73,10 +74,80 @@ def test_files_that_are_no_set_are_not_merged(files, names):
         files(*names)
 
 
-def test_a_set_that_lacks_a_shard(files):
-    names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 3)]
-    with pytest.raises(UserError, match="not the shards of one model"):
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        ([f"model-0000{n}-of-00003.safetensors" for n in (1, 3)], "model-00002-of-00003.saf"),
+        (["model-00001-of-00002.safetensors"], "model-00002-of-00002.safetensors"),
+        (["pytorch_model-00002-of-00002.bin"], "pytorch_model-00001-of-00002.bin"),
+    ],
+)
+def test_a_set_that_lacks_a_shard(files, names, missing):
+    message = f"{names[0]} is one of [23] files of a model, and {missing}.* is missing: is the down"
+    with pytest.raises(UserError, match=message):
         files(*names)
+
+
+def test_one_shard_of_two_by_name(tmp_path):
+    (tmp_path / "ft-model-00001-of-00002.bin").touch()
+    names = "checkpointer.checkpoint_files=[ft-model-00001-of-00002.bin]"
+    config = load(["--config", "tiny_ppl_eval", f"checkpointer.checkpoint_dir={tmp_path}", names])
+    with pytest.raises(UserError, match="ft-model-00002-of-00002.bin is missing"):
+        checkpoint.complete_checkpointer(config.checkpointer)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 538090408\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_a_pointer_of_git_lfs_is_called_one(student, name):
+    (student / name).write_text(POINTER)
+    args = ["--config", "auto_ppl_eval", f"checkpoint_dir={student}", "dataset.data_files=x"]
+    with pytest.raises(UserError, match=f"{name} is a git-lfs pointer, not the file itself: run"):
+        preflight.prepare(load(args), torch.float32)
+
+
+@pytest.mark.parametrize("config", ["auto_ppl_eval", "tiny_ppl_eval"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{}/model.safetensors", "which is a file: give its folder, {}$"),
+        ("org/model-1B", "no such folder; if it is a model of the hub, `tune download org/model"),
+        ("/nowhere/model-1B", "no such folder$"),
+    ],
+)
+def test_a_checkpoint_dir_that_is_no_folder(student, config, name, message):
+    args = ["--config", config, f"checkpoint_dir={name.format(student)}", "dataset.data_files=x"]
+    with pytest.raises(UserError, match=message.format(student)):
+        preflight.prepare(load(args), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "method"),
+    [
+        ("model.layers.0.mlp.up_proj.qweight", torch.int32, " by GPTQ or AWQ"),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.float32, " by FP8"),
+        ("model.layers.0.mlp.up_proj_blocks", torch.uint8, " by MXFP4"),
+        ("model.layers.0.mlp.up_proj.SCB", torch.float32, " by bitsandbytes"),
+        ("model.layers.0.mlp.up_proj.more", torch.float32, ""),
+    ],
+)
+def test_quantised_weights_without_a_word_in_config_json(student, name, dtype, method):
+    weights = load_file(student / "model.safetensors")
+    key = "model.layers.0.mlp.up_proj.weight"
+    weights |= {key: weights[key].to(torch.int8), name: torch.ones(4, dtype=dtype)}
+    save_file(weights, student / "model.safetensors")
+    args = ["--config", "auto_ppl_eval", f"checkpoint_dir={student}", "dataset.data_files=x"]
+    with pytest.raises(UserError, match=f"weights that are quantised{method} are not evaluated"):
+        preflight.prepare(load(args), torch.float32)
+
+
+def test_a_folder_of_gguf_files(tmp_path):
+    (tmp_path / "model.Q4_K.gguf").touch()
+    with pytest.raises(UserError, match="has GGUF files only, which are not read"):
+        find_weight_files(tmp_path)
 
 
 def test_an_index_without_its_files_gives_way_to_others(files):

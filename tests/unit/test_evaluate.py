@@ -1,6 +1,7 @@
 """evaluate: against closed forms and a plain float64 loop, on one process."""
 
 import json
+import logging
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import ppl_eval
 from ppl_eval import UserError, evaluate
+from ppl_eval.data.protocol import RULES
 from ppl_eval.evaluation import Progress
 
 
@@ -350,3 +352,85 @@ def test_two_tokenizers_are_compared_by_byte():
     assert one.num_scored == 2 * two.num_scored
     assert one.perplexity == pytest.approx(256, rel=1e-5)
     assert two.perplexity == pytest.approx(256**2, rel=1e-5)
+
+
+class MarkingTokenizer(ByteTokenizer):
+    """Reads ``<s>`` and ``</s>`` that are written in a text as BOS and EOS."""
+
+    def encode(self, text, add_bos=True, add_eos=True):
+        begin, end = text.startswith("<s>"), text.endswith("</s>")
+        inner = super().encode(text.removeprefix("<s>").removesuffix("</s>"), False, False)
+        ids = [*([1] if begin else []), *inner, *([2] if end else [])]
+        return [*([1] if add_bos else []), *ids, *([2] if add_eos else [])]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_bos_or_eos_in_a_text_comes_once(bytes_model, name):
+    """A text with its own BOS is the text without it, in every protocol that gives it one."""
+    texts = [text * 4 for text in TEXTS] if RULES[name].separator is None else ["lorem ipsum " * 20]
+    sums = []
+    for begin, end in (("", ""), ("<s>", ""), ("", "</s>"), ("<s>", "</s>")):
+        total = evaluate(
+            bytes_model,
+            MarkingTokenizer(),
+            [f"{begin}{text}{end}" for text in texts],
+            protocol=name,
+            max_seq_len=32,
+            add_bos=True,
+            add_eos=True,
+        ).summary.total
+        sums.append((total.num_scored, total.nll_nats_sum))
+    assert sums == [sums[0]] * 4
+
+
+def test_a_bos_in_a_text_stays_where_the_protocol_gives_none(bytes_model):
+    """It is then the first token, which nothing stands before."""
+    ids = MarkingTokenizer().encode("<s>hello there", False, False)
+    expected = oracle(bytes_model, chunks(ids, 32))
+    result = evaluate(
+        bytes_model, MarkingTokenizer(), ["<s>hello there"], max_seq_len=32, add_bos=False
+    )
+    assert (expected[0], result.summary.total.no_context) == (len(ids) - 1, 1)
+    assert result.summary.total.nll_nats_sum == pytest.approx(expected[1], rel=1e-6)
+
+
+def transformers_model(positions):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, max_position_embeddings=positions
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.lm_head.weight.data.mul_(40)
+    return model
+
+
+def test_a_window_that_is_not_given_is_the_models_if_that_is_less(caplog):
+    """transformers says it by max_position_embeddings; a sentence says that it counted."""
+    model = transformers_model(48)
+    texts = ["lorem ipsum dolor sit amet " * 9]
+    ids = ByteTokenizer().encode(texts[0], False, False)
+    expected = oracle(lambda t: model(t).logits, chunks(ids, 48, bos_id=1))
+    with caplog.at_level("WARNING", "ppl_eval"):
+        logging.getLogger("ppl_eval").propagate = True
+        result = evaluate(model, ByteTokenizer(), texts)
+    assert result.summary.total.num_scored == expected[0] == len(ids)
+    assert result.summary.total.nll_nats_sum == pytest.approx(expected[1], rel=1e-6)
+    assert result.notes == (
+        "protocol.max_seq_len is not given: windows have 48 tokens, all that the model reads"
+        " (document would take 1,024)",
+    )
+    assert result.notes[0] in caplog.text
+    whole = evaluate(transformers_model(4096), ByteTokenizer(), texts)
+    assert whole.workload.protocol.max_seq_len == RULES["document"].max_seq_len
+    assert whole.notes == ()
+    with pytest.raises(UserError, match="max_seq_len is 49, but the model reads at most 48 tokens"):
+        evaluate(model, ByteTokenizer(), texts, max_seq_len=49)
+
+
+def test_the_shorter_of_two_models_decides(bytes_model):
+    """The teacher reads 64 tokens, the student fewer."""
+    student = sharp_llama(259, max_seq_len=40)
+    result = evaluate(student, ByteTokenizer(), TEXTS, protocol="hf_stride", teacher=bytes_model)
+    assert (result.workload.protocol.max_seq_len, result.workload.protocol.stride) == (40, 20)

@@ -215,7 +215,7 @@ def never_read(*args):
         (
             lambda w: w.update({UP: torch.ones(160, 64, dtype=torch.int8)}),
             {},
-            f"{UP} is I8 in the checkpoint: quantised",
+            f"{UP} is I8 in the checkpoint: weights that are quantised are not",
         ),
         (
             lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(30, 64)}),

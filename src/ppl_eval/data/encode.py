@@ -43,6 +43,8 @@ class EncodedCorpus:
         num_words: words by document, as the protocol counts them (int64 [documents]).
         lost_bytes: UTF-8 bytes by document that no token stands for (int64 [documents]).
         as_tokens: whether the documents came tokenised.
+        added: (BOS, EOS) that the protocol puts around a text, None for none: one that is written
+            in the text itself is not taken for a token of it.
         fingerprint: hash of the texts in their order.
     """
 
@@ -55,6 +57,7 @@ class EncodedCorpus:
     num_words: np.ndarray
     lost_bytes: np.ndarray
     as_tokens: bool
+    added: tuple[int | None, int | None]
     fingerprint: str
     _ids: "OrderedDict[int, np.ndarray]" = field(default_factory=OrderedDict)
     _may_forget: bool = True
@@ -77,7 +80,7 @@ class EncodedCorpus:
         missing = [n for n in wanted if n not in self._ids]
         if missing:
             chosen = [self.documents[n] for n in missing]
-            encoded = _encode(self.tokenizer, chosen, missing, self.vocab_size)
+            encoded = _encode(self.tokenizer, chosen, missing, self.vocab_size, self.added)
             for number, ids in zip(missing, encoded, strict=True):
                 if len(ids) != self.num_tokens[number]:
                     raise UserError(
@@ -102,6 +105,7 @@ def encode_corpus(
     tokenizer: TextTokenizer,
     *,
     vocab_size: int | None = None,
+    added: tuple[int | None, int | None] = (None, None),
     count_words: Callable[[str], int] = lambda text: len(text.split()),
     group: dist.ProcessGroup | None = None,
     on_encode: Callable[[int, int], None] | None = None,
@@ -112,6 +116,7 @@ def encode_corpus(
         documents: the same on every rank.
         tokenizer: the same on every rank.
         vocab_size: rows of the model's embedding; an id outside is an error.
+        added: (BOS, EOS) that the protocol puts around a text; see :class:`EncodedCorpus`.
         count_words: of a text.
         group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
             counts everything.
@@ -135,7 +140,7 @@ def encode_corpus(
         chosen = documents[start : numbers.stop]
         try:
             raws = [_bytes(document, n) for document, n in zip(chosen, numbers, strict=True)]
-            encoded = _encode(tokenizer, chosen, numbers, vocab_size)
+            encoded = _encode(tokenizer, chosen, numbers, vocab_size, added)
         except UserError as error:
             fault = str(error)
             break
@@ -168,6 +173,7 @@ def encode_corpus(
         num_words=counts[3],
         lost_bytes=counts[4],
         as_tokens=come_as_tokens(documents),
+        added=added,
         fingerprint=fingerprint.of_arrays(counts[5]),
         _ids=ids,
         _may_forget=size > 1,
@@ -197,18 +203,26 @@ def _encode(
     documents: Sequence[Document],
     numbers: Sequence[int],
     vocab_size: int | None,
+    added: tuple[int | None, int | None],
 ) -> list[np.ndarray]:
-    """Ids (int32) of ``documents``, whose numbers are ``numbers``."""
+    """Ids (int32) of ``documents``, whose numbers are ``numbers``, without an ``added`` (BOS, EOS)
+    that begins or ends a text."""
     texts = [document.text for document in documents if document.tokens is None]
     encoded = iter(text_encoder(tokenizer)(texts)) if texts else iter(())
     arrays = [
-        np.asarray(next(encoded), dtype=np.int32) if document.tokens is None else document.tokens
+        _without(next(encoded), *added) if document.tokens is None else document.tokens
         for document in documents
     ]
     for number, ids in zip(numbers, arrays, strict=True):
         if ids.size and vocab_size is not None:
             check_ids([int(ids.min()), int(ids.max())], vocab_size, f"document {number}")
     return arrays
+
+
+def _without(ids: Sequence[int], bos_id: int | None, eos_id: int | None) -> np.ndarray:
+    begin = int(len(ids) > 0 and ids[0] == bos_id)
+    end = len(ids) - int(len(ids) > begin and ids[-1] == eos_id)
+    return np.asarray(ids[begin:end], dtype=np.int32)
 
 
 def check_ids(ids: Iterable[int | None], vocab_size: int, where: str) -> None:

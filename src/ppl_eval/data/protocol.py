@@ -158,6 +158,12 @@ class Protocol:
         """Tokens by which windows advance."""
         return self.window_tokens if self.stride is None else self.stride
 
+    @property
+    def added(self) -> tuple[int | None, int | None]:
+        """(BOS, EOS) that stand once around a text, also where the text has them itself. The prefix
+        of ``lm_eval_rolling`` is no such BOS."""
+        return (self.opening_id if self.rule.opens_with_bos else self.bos_id), self.eos_id
+
     def windows(self, num_text_tokens: np.ndarray) -> Windows:
         """Windows of all documents.
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from ppl_eval import fingerprint as fingerprints
 from ppl_eval.errors import UserError
+from ppl_eval.files import read_json, refuse_lfs_pointer
 
 
 class TextTokenizer(Protocol):
@@ -60,7 +61,8 @@ class HFTokenizer:
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._tokenizer.encode_special_tokens = not special_tokens_in_text
         self._loses, self._unknown_id = _what_it_loses(self._tokenizer)
-        config = _read_config(folder / "tokenizer_config.json")
+        settings = folder / "tokenizer_config.json"
+        config = read_json(settings) if settings.is_file() else {}
         self.bos_id = self._special_id(config, "bos_token", folder)
         self.eos_id = self._special_id(config, "eos_token", folder)
         pad_id = self._special_id(config, "pad_token", folder)
@@ -299,6 +301,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         raise UserError(
             f"no tokenizer.json in {path.parent}: point tokenizer.path at a Hugging Face folder"
         )
+    refuse_lfs_pointer(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more specific
@@ -318,15 +321,3 @@ def _what_it_loses(tokenizer: Tokenizer) -> tuple[bool, int | None]:
     unknown = model.get("unk_token")
     unknown_id = model.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown)
     return not (has_bytes or model.get("byte_fallback")), unknown_id
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds a {type(config).__name__}, but it is a mapping of keys")
-    return config

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval.errors import UserError
-from ppl_eval.model.config_json import read_json
+from ppl_eval.files import read_json
 
 _CHANGES_MORE = (
     "alora_invocation_tokens",

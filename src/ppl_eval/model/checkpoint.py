@@ -8,9 +8,10 @@ from typing import Any
 from ppl_eval import compat, components
 from ppl_eval import fingerprint as fingerprints
 from ppl_eval.errors import UserError
+from ppl_eval.files import refuse_lfs_pointer
 from ppl_eval.model.config_json import ModelConfig
 from ppl_eval.model.convert import Convert, converter, layout_of
-from ppl_eval.model.folder import check_shards, find_weight_files, need_folder, refuse_lfs_pointer
+from ppl_eval.model.folder import check_shards, find_weight_files, need_folder
 from ppl_eval.model.source import DistributedSource, FileSource, Source, StateSource
 
 _LISTED = 5

@@ -5,14 +5,13 @@ transformers 5 reads and that change the forward, with its defaults. A key that 
 know has no effect there, and none here.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ppl_eval.errors import UserError
-from ppl_eval.model.folder import refuse_lfs_pointer
+from ppl_eval.files import read_json
 
 _DERIVED = object()
 """Default that follows from other keys; unlike None, a null in its place is refused."""
@@ -149,22 +148,6 @@ def read_model_config(path: Path) -> ModelConfig:
             quantised checkpoint.
     """
     return interpret(read_json(path), path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file as a mapping.
-
-    Raises:
-        UserError: it is none.
-    """
-    refuse_lfs_pointer(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}, but it is a mapping of keys")
-    return content
 
 
 def interpret(content: Mapping[str, Any], path: Path) -> ModelConfig:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppl_eval.errors import UserError
+from ppl_eval.files import refuse_lfs_pointer
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
@@ -16,7 +17,6 @@ _ADAPTERS = (
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
-_LFS = b"version https://git-lfs.github.com/spec/"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -42,22 +42,6 @@ def need_folder(folder: str | Path, key: str) -> None:
             f" --ignore-patterns None` brings it, and {key}=DIR names it"
         )
     raise UserError(f"{key} is {name}, but there is no such folder{hint}")
-
-
-def refuse_lfs_pointer(path: Path) -> None:
-    """Refuse a file whose content git left on its server.
-
-    Raises:
-        UserError: it is a pointer of git-lfs.
-    """
-    if not path.is_file() or path.stat().st_size > 1024:
-        return
-    with path.open("rb") as file:
-        if file.read(len(_LFS)) == _LFS:
-            raise UserError(
-                f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in its"
-                " folder, or download it again"
-            )
 
 
 def check_shards(names: Sequence[str]) -> None:
@@ -166,6 +150,7 @@ def _incomplete(index: Path, absent: list[str]) -> UserError:
 
 
 def _names_in_index(index: Path) -> list[str]:
+    refuse_lfs_pointer(index)
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -183,12 +168,12 @@ def _one_set(folder: Path, found: list[str]) -> list[str]:
     single = [name for name in found if name in ("model.safetensors", "pytorch_model.bin")]
     if single:
         return single
-    if len(found) == 1:
-        check_shards(found)
-        return found
     shards = [_SHARD.search(name) for name in found]
     totals = {int(shard[2]) for shard in shards if shard}
-    if not all(shards) or totals != {len(found)}:
+    if all(shards) and len(totals) == 1:
+        check_shards(found)
+        return found
+    if len(found) > 1:
         raise UserError(
             f"{folder} has several files of weights, no index, and they are not the shards of one"
             f" model: {', '.join(found[:5])}: name the right ones by checkpointer.checkpoint_files"

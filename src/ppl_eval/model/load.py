@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -21,6 +21,21 @@ from ppl_eval.parallel.adapted import local_part
 _LISTED = 5
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
 _ADAPTED = ("lora_a.weight", "lora_b.weight", "dora_scale")
+
+
+_QUANTISED_BY = {
+    "qweight": "GPTQ or AWQ",
+    "weight_scale_inv": "FP8",
+    "_blocks": "MXFP4",
+    "absmax": "bitsandbytes",
+    "SCB": "bitsandbytes",
+}
+"""How names of tensors end that a method of quantisation adds."""
+
+
+def _quantised_by(names: Iterable[str]) -> str:
+    found = (how for name in names for end, how in _QUANTISED_BY.items() if name.endswith(end))
+    return "".join(f" by {method}" for method in sorted(found)[:1])
 
 
 def check_names(
@@ -54,7 +69,8 @@ def check_names(
     for name, stored in source.stored.items():
         if isinstance(stored.dtype, str):
             raise UserError(
-                f"{name} is {stored.dtype} in the checkpoint: quantised weights are not evaluated"
+                f"{name} is {stored.dtype} in the checkpoint: weights that are quantised"
+                f"{_quantised_by(source.stored)} are not evaluated"
             )
         sizes[str(stored.dtype).removeprefix("torch.")] += stored.num_bytes
         converted = convert_one(convert, name, torch.empty(stored.shape, device="meta"))

@@ -1,0 +1,41 @@
+"""Files that come with a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ppl_eval.errors import UserError
+
+_LFS = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Refuse a file whose content git left on its server.
+
+    Raises:
+        UserError: it is a pointer of git-lfs.
+    """
+    if not path.is_file() or path.stat().st_size > 1024:
+        return
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise UserError(
+                f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in its"
+                " folder, or download it again"
+            )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file as a mapping.
+
+    Raises:
+        UserError: it is none.
+    """
+    refuse_lfs_pointer(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, but it is a mapping of keys")
+    return content

@@ -1,0 +1,60 @@
+"""What a model's weights are stored in: what was measured, whatever was asked for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_FULL_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The same on every rank; of a sharded model all shards count.
+
+    Attributes:
+        parameters: dtype -> number of parameters that are stored in it, such as
+            ``{"bfloat16": 1000}``. A quantised tensor counts under the dtype of its integers.
+        linear_layers: modules that are linear layers, adapters included.
+        quantized_linear_layers: those whose weight is stored in fewer bits than 16.
+    """
+
+    parameters: dict[str, int]
+    linear_layers: int
+    quantized_linear_layers: int
+
+
+def stored_weights(model: nn.Module) -> StoredWeights:
+    """Look at every parameter and every linear layer of a model."""
+    parameters: dict[str, int] = {}
+    for parameter in model.parameters():
+        name = str(_stored_dtype(parameter)).removeprefix("torch.")
+        parameters[name] = parameters.get(name, 0) + parameter.numel()
+    linear = [module for module in model.modules() if "Linear" in type(module).__name__]
+    return StoredWeights(parameters, len(linear), sum(map(_is_quantized, linear)))
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return any(
+        _stored_dtype(tensor) not in _FULL_PRECISION for name, tensor in own if name != "bias"
+    )
+
+
+def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """dtype of what a tensor holds, integers first: a quantised tensor calls itself floating."""
+    dtypes = [leaf.dtype for leaf in _leaves(tensor)]
+    return next((dtype for dtype in dtypes if dtype not in _FULL_PRECISION), tensor.dtype)
+
+
+def _leaves(tensor: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors inside a tensor subclass (DTensor, torchao's), or the tensor itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    names, _ = flatten()
+    for name in names:
+        yield from _leaves(getattr(tensor, name))
