@@ -2,8 +2,8 @@
 
     python tests/families.py
 
-prints the table of docs/families.md. Weights are sharpened, so that a wrong window, cap, norm,
-rotary angle or head shows; sizes are awkward on purpose.
+prints the tables of docs/families.md: keys and defaults, then distances. Weights are sharpened, so
+that a wrong window, cap, norm, rotary angle or head shows; sizes are awkward on purpose.
 """
 
 import contextlib
@@ -169,7 +169,28 @@ def compare(name, folder, overrides=()):
     return by_document, worst_token, result.perplexity
 
 
+def table_of_keys():
+    """Lines of the table of keys that each family reads, and its defaults."""
+    from ppl_eval.model.config_json import FAMILIES as READ
+
+    def cell(family, key):
+        if key not in family.defaults:
+            return ""
+        value = family.defaults[key]
+        if not isinstance(value, int | float | str | None):
+            return "derived"
+        shown = "null" if value is None else json.dumps(value).strip('"')
+        return f"{shown}, null" if key in family.nullable else shown
+
+    keys = dict.fromkeys(key for family in READ.values() for key in family.defaults)
+    rows = [f"`{key}` | {' | '.join(cell(f, key) for f in READ.values())}" for key in keys]
+    return [f"| key | {' | '.join(READ)} |", "| --- |" + " --- |" * len(READ)] + [
+        f"| {row} |".replace("  ", " ") for row in rows
+    ]
+
+
 def main():
+    print(*table_of_keys(), sep="\n", end="\n\n")
     print("| checkpoint | documents, relative | tokens, nats | perplexity |")
     print("| --- | --- | --- | --- |")
     for name in FAMILIES:

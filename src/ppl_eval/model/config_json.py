@@ -56,9 +56,7 @@ FAMILIES = {
         | {"attention_bias": False, "mlp_bias": False},
     ),
     "mistral": Family("MistralForCausalLM", _MISTRAL, nullable=("sliding_window",)),
-    "ministral": Family(
-        "MinistralForCausalLM", _MISTRAL | {"layer_types": None}, nullable=("sliding_window",)
-    ),
+    "ministral": Family("MinistralForCausalLM", _MISTRAL | {"layer_types": None}),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _sizes(151936, 4096, 22016, 32, 32, 32768)
@@ -80,7 +78,7 @@ FAMILIES = {
         | _GEMMA
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        nullable=("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"),
+        nullable=("attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -274,7 +272,7 @@ class _Reader:
             slides = [kind == "sliding_attention" for kind in kinds]
             if family == "qwen2" and slides != rule:
                 self.notes.append("layer_types counts, not max_window_layers and sliding_window")
-        if (any(slides) or family in ("gemma2", "ministral")) and (window is None or window < 1):
+        if any(slides) and (window is None or window < 1):
             self.refuse("sliding_window", "layers have a window, which is above 0", window)
         return tuple(window if sliding else None for sliding in slides)
 
