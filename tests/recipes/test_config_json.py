@@ -6,19 +6,24 @@ the whole way through ours: auto_ppl_eval's sections, the checks, the weights, t
 
 import dataclasses
 import json
+import shutil
 
+import families
 import pytest
 import torch
+from helpers import chunks, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ppl_eval import UserError, preflight
+from ppl_eval import UserError, evaluate, preflight
 from ppl_eval.config import load as load_config
+from ppl_eval.data import hf_tokenizer
 from ppl_eval.model import auto
 from ppl_eval.model.config_json import FAMILIES, interpret
 from ppl_eval.model.ready import Layout, ready_model
 from ppl_eval.score.head import score
+from ppl_eval.shipped import embedded_path
 
 transformers = pytest.importorskip("transformers")
 
@@ -322,10 +327,11 @@ def test_the_notes_are_said_before_the_run(tmp_path):
     content = written("llama", {"sliding_window": 16})
     transformers_says(content, tmp_path)
     (tmp_path / "words.jsonl").write_text('{"text": "3 4 5"}\n')
-    args = ["--config", "auto_ppl_eval", f"checkpoint_dir={tmp_path}", "protocol.max_seq_len=64"]
+    args = ["--config", "auto_ppl_eval", f"checkpoint_dir={tmp_path}", "max_documents=1"]
     args += [f"dataset.data_files={tmp_path}/words.jsonl", "tokenizer._component_=helpers.words"]
     ready = preflight.prepare(load_config(args), torch.float32)
     assert [n for n in ready.notes if "sliding_window 16 has no effect" in n]
+    assert [n for n in ready.notes if "windows have 64 tokens, all that the model reads" in n]
 
 
 @pytest.mark.parametrize(
@@ -356,3 +362,40 @@ def test_an_activation_that_the_builder_lacks_is_refused_with_a_named_builder_to
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
     with pytest.raises(UserError, match="hidden_act 'gelu', but torchtune 0.6.1 has"):
         ready_model(found["model"], checkpointer, torch.float32, Layout())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"rope_theta": 10000, "rope_parameters": {"rope_theta": 500000.0}}),
+        ("llama", {"rope_theta": 10000, "rope_scaling": LLAMA3, "rope_parameters": None}),
+        ("llama", {"sliding_window": 16}),
+        ("llama", {"rms_norm_eps": ABSENT}),
+        ("mistral", {}),
+        ("mistral", {"sliding_window": 16, "use_sliding_window": False}),
+        ("mistral", {"num_key_value_heads": 4, "sliding_window": None}),
+    ],
+)
+def test_trained_weights(kind, changes, tmp_path):
+    """The embedded teacher under another config.json, against a float64 loop over transformers."""
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded_path("tiny_teacher") / name, tmp_path)
+    content = json.loads((embedded_path("tiny_teacher") / "config.json").read_text())
+    content |= {"model_type": kind, "architectures": None, **changes}
+    content = {key: value for key, value in content.items() if value != ABSENT}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    texts = families.documents(4)
+    found = auto.sections(str(tmp_path))
+    checkpointer = {**found["checkpointer"], "checkpoint_files": None}
+    ready = ready_model(found["model"], checkpointer, torch.float32, Layout())
+    ready.place(None, torch.device("cpu"))
+    tokenizer = hf_tokenizer(str(tmp_path))
+    result = evaluate(ready.model, tokenizer, texts, max_seq_len=200)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float64
+    )
+    ids = [tokenizer.encode(row["text"], False, False) for row in texts]
+    windows = [w for i in ids for w in chunks(i, 200, bos_id=tokenizer.bos_id)]
+    count, nll = oracle(lambda tokens: theirs(tokens, use_cache=False).logits, windows)
+    assert result.summary.total.num_scored == count > 400
+    assert result.summary.total.nll_nats_sum == pytest.approx(nll, rel=1e-6)
