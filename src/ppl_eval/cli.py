@@ -20,8 +20,8 @@ def _run() -> None:
     args, rest = parser.parse_known_args()  # overrides may stand between options
     if rest and "overrides" not in args:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides += rest
+    if rest:  # an option that is none first, for the message to be about it and not its value
+        args.overrides = sorted([*args.overrides, *rest], key=lambda text: not text.startswith("-"))
     args.run(args)
 
 

@@ -660,6 +660,52 @@ def test_instruction_data_counts_answers_only(tune, tmp_path):
     assert scored_in_time == pytest.approx(counts["scored_tokens"])
 
 
+def test_a_chat_by_override(tune, tmp_path):
+    """Without a word on the config's own data set; the loss is a float64 loop's."""
+    from helpers import oracle, student_in_float64
+    from torchtune.datasets import chat_dataset
+
+    turns = ["Who lives near the mill?", "Ada, with a red goat.", "And then?", "She went home."]
+    rows = [turns, turns[:2]]
+    sides = ("human", "gpt") * 2
+    chats = [
+        {"talk": [{"from": side, "value": text} for side, text in zip(sides, row, strict=False)]}
+        for row in rows
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    code, _, err = tune(
+        "dataset.conversation_style=sharegpt",
+        "dataset.source=json",
+        "dataset.data_files=chat.jsonl",
+        "dataset=torchtune.datasets.chat_dataset",
+        "dataset.conversation_column=talk",
+    )
+    assert code == 0, err
+    samples = chat_dataset(
+        hf_tokenizer(str(shipped.embedded_path("tiny_student"))),
+        source="json",
+        data_files=str(tmp_path / "chat.jsonl"),
+        conversation_column="talk",
+        conversation_style="sharegpt",
+    )
+    wanted = []
+    for number in range(len(rows)):
+        tokens, labels = (list(map(int, samples[number][key])) for key in ("tokens", "labels"))
+        places = [place for place in range(1, len(tokens)) if labels[place] != -100]
+        wanted += [(tokens[: place + 1], place) for place in places]
+    count, nll = oracle(student_in_float64(), wanted)
+    content = results()
+    assert content["counts"]["scored_tokens"] == count > 0
+    assert content["metrics"]["nll_nats_sum"] == pytest.approx(nll, rel=1e-6)
+    assert content["config"]["dataset"] == {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": "json",
+        "data_files": "chat.jsonl",
+        "conversation_column": "talk",
+        "conversation_style": "sharegpt",
+    }
+
+
 def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
     """A6: such documents are empty, and the others' number is what it is without them."""
     short = "tokenizer.max_seq_len=60"

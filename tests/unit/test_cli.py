@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+import ppl_eval as ppl_eval_package
 from ppl_eval import cli, shipped
 
 
@@ -74,6 +76,51 @@ def test_where(ppl_eval):
     code, _, err = ppl_eval("where", "huge_teacher")
     assert code == 1
     assert "choose one of tiny_teacher" in err
+
+
+@pytest.mark.parametrize("command", ["", "ls", "cp", "where", "check", "plan", "compare"])
+def test_help_has_examples_that_parse(ppl_eval, command):
+    code, out, _ = ppl_eval(*command.split(), "--help")
+    assert code == 0
+    examples = out.split("examples:\n")[1].strip().splitlines()
+    for example in examples:
+        words = shlex.split(example)
+        assert words[:2] == ["ppl-eval", command or words[1]]
+        cli._parser().parse_args(words[1:])
+
+
+@pytest.mark.parametrize("module", ["ppl_eval", "ppl_eval.cli"])
+def test_version(module):
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"ppl_eval {ppl_eval_package.__version__}\n"
+
+
+def test_homes_are_expanded(ppl_eval, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ppl_eval("cp", "tiny_ppl_eval", "~/mine.yaml")[0] == 0
+    assert (tmp_path / "mine.yaml").is_file()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text(json.dumps(result(5.25)))
+    assert ppl_eval("compare", "~/run")[0] == 0
+    code, _, err = ppl_eval("check", "--config", "~/mine.yaml", "checkpoint_dir=~/no")
+    assert (code, err) == (
+        1,
+        f"ppl_eval: error: checkpoint_dir is {tmp_path}/no, but there is no such folder\n",
+    )
+
+
+def test_overrides_stand_where_they_like(ppl_eval):
+    args = ["seed=1", "--config", "tiny_ppl_eval", "dtype=fp8", "--num-processes", "2", "sede=1"]
+    assert "unknown config key sede" in ppl_eval("check", *args)[2]
+    assert "dtype is 'fp8'" in ppl_eval("check", *args[:-1])[2]
+    code, _, err = ppl_eval("check", "--config", "tiny_ppl_eval", "--batch_size", "4")
+    assert code == 1
+    assert "--batch_size is not an option; " in err
+    assert "set max_tokens_per_batch" in err
+    code, _, err = ppl_eval("ls", "tiny")
+    assert code == 2
+    assert "unrecognized arguments: tiny" in err
 
 
 def result(perplexity, **fingerprints):
