@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import sys
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -255,8 +256,10 @@ def _check_keys(node: Any, schema: type, prefix: str = "") -> None:
         inner, value = fields[str(key)], node[key]
         is_section = isinstance(inner, type) and dataclasses.is_dataclass(inner)
         takes = (dict, list) if key == "dataset" else dict
+        kinds = typing.get_args(inner) if isinstance(inner, types.UnionType) else (inner,)
         is_mapping = isinstance(value, takes) or (isinstance(value, str) and "${" in value)
-        if (is_section or typing.get_origin(inner) is dict) and not is_mapping:
+        is_mapping |= value is None and types.NoneType in kinds
+        if (is_section or dict[str, Any] in kinds) and not is_mapping:
             raise UserError(f"config: {prefix}{key} is {value!r}, but it is a mapping of keys")
         if isinstance(inner, type) and is_section and isinstance(value, dict):
             _check_keys(value, inner, f"{prefix}{key}.")

@@ -129,6 +129,7 @@ mistakes = {
     "dataset=[{name: a}, b]": "dataset is a list, and one of it is 'b'",
     "dataset.0.name=x": "unknown config key dataset.0",
     "model=5": "model is 5, but it is a mapping of keys",
+    "metric_logger=false": "metric_logger is False, but it is a mapping of keys",
     "model=torchtune.models.llama3_1.llama3_1": "llama3_1, which has no tie_word_embeddings, but"
     " .*tiny_student/config.json says tie_word_embeddings=True: .*as .*llama3_2.llama3_2 has",
     "metric_logger=torchtune.training.metric_logging.MLFLowLogger": "did you mean MLFlowLogger",
