@@ -7,10 +7,10 @@ runs it, with the same configs.
 """
 
 # ppl_eval comes before torchtune: it keeps a notice of torchao's off the terminal
-from ppl_eval import components, evaluation, launch, preflight
+from ppl_eval import evaluation, launch, preflight
 from ppl_eval.beside import teacher_dims
 from ppl_eval.config import parse
-from ppl_eval.errors import LimitExceeded
+from ppl_eval.errors import LimitExceeded, UserError
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.ready import num_ids
 from ppl_eval.parallel import process_group
@@ -19,9 +19,16 @@ from ppl_eval.parallel.memory import peak_memory_gib
 from ppl_eval.placement import place
 from ppl_eval.report import environment, tables
 from ppl_eval.report.fidelity import description, fidelity, with_texts
-from ppl_eval.report.output import make_output_dir
+from ppl_eval.report.metric_logger import MetricLogger
+from ppl_eval.report.output import DOCUMENTS, RESULTS, TOKENS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer
-from ppl_eval.report.results import over_limits, results, teacher_results, write_results
+from ppl_eval.report.results import (
+    over_limits,
+    results,
+    teacher_results,
+    write_documents,
+    write_results,
+)
 from ppl_eval.report.tokens import write_tokens
 from ppl_eval.schema import EvalConfig
 
@@ -29,8 +36,11 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torchtune.recipe_interfaces import EvalRecipeInterface
@@ -73,7 +83,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         self.metric_logger = None
         torch.manual_seed(cfg.seed)
         if self.ranks.rank == 0:
-            self.output_dir = make_output_dir(cfg.output_dir)
+            self.output = OutputFolder(cfg.output_dir)
 
     def setup(self, cfg: EvalConfig) -> None:
         """Processes, data, plan; then the weights."""
@@ -88,11 +98,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             self.workload = self.ready.workload
             if self.ranks.rank == 0:
                 self.fingerprints = preflight.fingerprints(self.ready)
-                if cfg.metric_logger is not None:
-                    self.metric_logger = components.build(cfg.metric_logger, "metric_logger")
-                    components.need(
-                        self.metric_logger, "metric_logger", "log_dict", "log_config", "close"
-                    )
+                self.metric_logger = MetricLogger(cfg.metric_logger)
         for note in self.ready.notes:
             logger.info(note)
         for warning in self.ready.warnings:
@@ -101,6 +107,8 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             self.workload, str(self.dims), self.dims.batch_size
         ).split("\n"):
             logger.info(line)
+        if self.ranks.rank == 0:
+            self.output.warn_if_smaller(int(self.workload.windows.num_scored.sum()))
         with self.timer.phase("load"):
             self.teacher = place(
                 self.ready,
@@ -144,21 +152,25 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 check_every=cfg.log_every_n_steps,
             )
         peak = peak_memory_gib(self.device, process_group.world())
+        tokens = None
         if records is not None:
             tokens = records.gather(None if meshes is None else meshes.loss.get_group())
-            if self.ranks.rank == 0:
-                write_tokens(self.output_dir, self.workload, tokens)
         if bar is not None:
             bar.close()
-            self.report(result, peak if cfg.log_peak_memory_stats else None)
+            self.report(result, tokens, peak if cfg.log_peak_memory_stats else None)
         if cfg.fail_if:
             problem = over_limits(self.content(result, with_bootstrap=False), cfg.fail_if)
             process_group.wait_for_all()  # rank 0 has written
             if problem:
                 raise LimitExceeded(problem)
 
-    def report(self, result: evaluation.Evaluation, peak_memory: float | None) -> None:
-        """On rank 0: results.json, documents.jsonl, the metric logger, and the table."""
+    def report(
+        self,
+        result: evaluation.Evaluation,
+        tokens: Mapping[str, np.ndarray] | None,
+        peak_memory: float | None,
+    ) -> None:
+        """On rank 0: the files, the metric logger, and the table."""
         content = {
             **self.content(result),
             "weights": dataclasses.asdict(result.weights),
@@ -169,15 +181,20 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             content["fidelity"]["worst_tokens"] = with_texts(
                 worst, self.workload, self.ready.tokenizer
             )
-        write_results(self.output_dir, content, result.summary.documents)
-        if self.metric_logger is not None:
-            metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
-            for name, value in content.get("fidelity", {}).items():
-                if isinstance(value, float):
-                    metrics[f"fidelity/{name}"] = value
-            self.metric_logger.log_dict(
-                metrics, step=self.workload.plan.num_steps(self.dims.batch_size)
-            )
+        writers = {
+            RESULTS: partial(write_results, content=content),
+            DOCUMENTS: partial(write_documents, documents=result.summary.documents),
+        }
+        if tokens is not None:
+            writers[TOKENS] = partial(write_tokens, workload=self.workload, records=tokens)
+        problem = self.output.publish(writers)
+        metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
+        for name, value in content.get("fidelity", {}).items():
+            if isinstance(value, float):
+                metrics[f"fidelity/{name}"] = value
+        self.metric_logger.log_dict(
+            metrics, step=self.workload.plan.num_steps(self.dims.batch_size)
+        )
         name = os.path.basename(os.path.normpath(self.cfg.output_dir))
         print()
         print(tables.describe_run(content), end="\n\n")
@@ -189,7 +206,10 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             print(description(content), end="\n\n")
         if content["metrics"]["overflow"]:
             logger.warning("a perplexity exceeds float64 and is null in results.json: see the NLL")
-        print(f"results: {self.output_dir / 'results.json'}")
+        self.metric_logger.close()
+        if problem or self.metric_logger.problem:
+            raise UserError("; ".join(filter(None, (problem, self.metric_logger.problem))))
+        print(f"results: {self.output.path / RESULTS}")
 
     def content(
         self, result: evaluation.Evaluation, *, with_bootstrap: bool = True
@@ -229,6 +249,8 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             "command": environment.command(
                 sys.argv, self.ranks.world_size, self.ranks.local_world_size
             ),
+            "notes": list(self.ready.notes),
+            "warnings": list(self.ready.warnings),
             "protocol": workload.protocol.describe(),
             "performance": {
                 "tokens_per_s": num_scored / seconds["evaluate"],
@@ -249,9 +271,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         }
 
     def cleanup(self) -> None:
-        """Close the metric logger and leave the process group."""
-        if self.metric_logger is not None:
-            self.metric_logger.close()
+        """Leave the process group."""
         process_group.stop()
 
 

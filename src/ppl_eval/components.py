@@ -6,7 +6,9 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ppl_eval import signature
@@ -155,7 +157,26 @@ def build(node: Mapping[str, Any], key: str, **more: Any) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{key} ({node['_component_']}) fails: {describe(error)}") from error
+        with silent_destruction(error):
+            raise UserError(f"{key} ({node['_component_']}) fails: {describe(error)}") from error
+
+
+@contextmanager
+def silent_destruction(error: BaseException) -> Iterator[None]:
+    """Destroy what the failed calls still hold; a ``__del__`` that fails as well says nothing.
+
+    torchtune's loggers close in ``__del__`` what a failed ``__init__`` did not open, and Python
+    then prints a second traceback.
+
+    Args:
+        error: what they raised; it keeps its traceback and loses their variables.
+    """
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    finally:
+        traceback.clear_frames(error.__traceback__)
+        sys.unraisablehook = before
 
 
 def need(built: Any, key: str, *names: str) -> None:

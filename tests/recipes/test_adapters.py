@@ -198,9 +198,12 @@ def test_an_adapter_that_is_zero_or_not_there(tune, adapters, tmp_path):
     tensors = load_file(adapters["lora"] / "adapter_model.safetensors")
     zeroed = {k: t * 0 if "lora_B" in k else t for k, t in tensors.items()}
     save_file(zeroed, zero / "adapter_model.safetensors", {"format": "pt"})
+    base, _ = tune(f"checkpoint_dir={BASE}")
     found, said = tune(f"checkpoint_dir={BASE}", f"adapter.dir={zero}")
-    assert found == tune(f"checkpoint_dir={BASE}")[0]
+    assert found == base
     assert "warning: all lora_B of the adapter" in said
+    [warning] = json.loads(Path("out/results.json").read_text())["warnings"]
+    assert f"warning: {warning}" in said.splitlines()
     found, said = tune(f"checkpoint_dir={BASE}", f"adapter.dir={tmp_path / 'nowhere'}")
     assert found is None
     assert "there is no folder" in said

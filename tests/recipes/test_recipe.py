@@ -414,21 +414,6 @@ def test_eos_stride_and_bos_reach_the_protocol(tune, held_out):
     assert without_bos["not_scored"]["no_context"] == 30
 
 
-def test_results_are_written_both_or_not_at_all(tune, tmp_path):
-    import numpy as np
-
-    from ppl_eval.report.results import DocumentTable, write_results
-
-    number = np.asarray([1])
-    for nll, content in ((1.0, {"bad": math.nan}), (math.nan, {"good": 1.0})):
-        nlls = np.asarray([nll])
-        counts = [number] * 5
-        table = DocumentTable([(None, None)], *counts, nlls, nlls, *counts, {})
-        with pytest.raises(ValueError, match="JSON"):
-            write_results(tmp_path, content, table)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_defect_shows_its_traceback(tune, monkeypatch):
     from ppl_eval import evaluation
 

@@ -57,8 +57,9 @@ def test_a_copied_recipe_with_a_component_of_ones_own_on_two_processes(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("edited by me") == 1
     said = by_our_processes(done.stderr).splitlines()
-    assert len(said) == 1
-    assert said[0].startswith("5 documents, ")
+    beginnings = ("warning: 2 data-parallel ranks share 1 batch", "5 documents, ", "1 step on ")
+    assert len(said) == len(beginnings)
+    assert all(line.startswith(begin) for line, begin in zip(said, beginnings, strict=True))
     content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
     assert content["counts"]["documents"] == 5
     assert content["counts"]["not_scored"]["empty"] == 1
@@ -71,6 +72,11 @@ def test_a_copied_recipe_with_a_component_of_ones_own_on_two_processes(tmp_path)
     [
         (2, "protocol.max_seqlen=9", "unknown config key protocol.max_seqlen; did you mean"),
         (2, "dataset.data_files=broken.jsonl", "broken.jsonl, line 3 is not JSON"),
+        (
+            2,
+            "metric_logger.log_dir=broken.jsonl/logs",
+            "metric_logger (torchtune.training.metric_logging.DiskLogger) fails: NotADirectory",
+        ),
         (
             3,
             "parallel.tp=3",
@@ -90,6 +96,7 @@ def test_a_mistake_is_shown_once_by_all_processes(tmp_path, num_processes, overr
     assert ours.startswith("ppl_eval: error: ")
     assert sentence in ours
     assert "Traceback" not in ours
+    assert "Exception ignored" not in done.stderr
     assert not re.search("gloo|connection|nccl", ours, re.IGNORECASE)
     cause = done.stderr.split("Root Cause (first observed failure):")[1]
     assert f"traceback : {ours}" in cause  # torchrun ends with it

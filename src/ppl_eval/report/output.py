@@ -1,25 +1,227 @@
-"""The folder where results land."""
+"""The folder where results land: one run's at a time, and never a mixture of two."""
 
-import tempfile
+import atexit
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from typing import IO, Any
 
 from ppl_eval.errors import UserError
 
+RESULTS = "results.json"
+DOCUMENTS = "documents.jsonl"
+TOKENS = "tokens.parquet"
 
-def make_output_dir(name: str) -> Path:
-    """Create the folder if need be and make sure that files can be written there.
+logger = logging.getLogger("ppl_eval")
+
+
+class OutputFolder:
+    """``output_dir``, for this run alone until its results are published.
+
+    Results are written into a hidden folder inside, and put in place when they are whole. What a
+    killed run left there is removed. Files under other names are not touched.
+
+    Args:
+        name: of the folder, which is made if need be.
 
     Raises:
-        UserError: they cannot.
+        UserError: nothing can be written there, another run will write there, or a file under one
+            of our names is not ours.
     """
-    folder = Path(name)
-    try:
+
+    def __init__(self, name: str) -> None:
+        self.path = Path(name)
+        self._unfinished = self.path / ".writing"
+        try:
+            self._lock = _lock(self._unfinished)
+            for left in self._unfinished.iterdir():
+                if left.name != "lock":
+                    left.unlink()
+        except BlockingIOError as error:
+            raise UserError(
+                f"output_dir is {name}, but another run is going to write its results there:"
+                " wait for its end or set another output_dir"
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"output_dir is {name}, but nothing can be written there: {_reason(error)}"
+            ) from error
+        atexit.register(self.close)
+        for file in (RESULTS, DOCUMENTS, TOKENS):
+            if (self.path / file).exists() and not _is_ours(self.path / file):
+                raise UserError(
+                    f"output_dir is {name}, whose {file} is not from ppl_eval and would be"
+                    " replaced: set another output_dir"
+                )
+        self._earlier = _num_scored_and_description(self.path / RESULTS)
+
+    def warn_if_smaller(self, num_scored: int) -> None:
+        """Say so if a run of ``num_scored`` tokens will replace a larger one's results."""
+        if self._earlier is not None and num_scored < self._earlier[0]:
+            logger.warning(
+                "warning: %s has the results of a larger run (%s), which this one of %s scored"
+                " tokens will replace: another output_dir keeps them",
+                *(self.path, self._earlier[1], f"{num_scored:,}"),
+            )
+
+    def publish(self, writers: Mapping[str, Callable[[Path], None]]) -> str | None:
+        """Write files whole, then put them in the place of an earlier run's, results.json last.
+
+        A file that cannot be written (a full disk) is left out; the others are published without
+        it. The earlier run's results.json goes first: while files are moved, and if the process
+        ends there, the folder has none, rather than one that disagrees with the files beside it.
+        Ctrl-C and SIGTERM end the writing, with nothing published; moving is finished first.
+
+        Args:
+            writers: name of a file -> what writes it to a path; the most important first.
+
+        Returns:
+            In one sentence, what is missing; None if nothing is.
+
+        Raises:
+            UserError: an earlier file cannot be replaced. The new ones are kept in another folder.
+        """
+        with _on_signals(_interrupt):
+            try:
+                missing = self._write(writers)
+            except BaseException:
+                self.close()
+                raise
+        waiting: list[int] = []
+        with _on_signals(lambda number, _: waiting.append(number)):
+            self._replace()
+            self.close()
+        for number in waiting[:1]:
+            os.kill(os.getpid(), number)
+        if self._earlier is not None and len(missing) < len(writers):
+            logger.info("replaced the results of an earlier run (%s)", self._earlier[1])
+        if not missing:
+            return None
+        others = [name for name in writers if name not in missing]
+        beside = f"; {self.path} has {' and '.join(others)} of this run" if others else ""
+        lost = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
+        return f"output_dir is {self.path}, where this cannot be written: {lost}{beside}"
+
+    def close(self) -> None:
+        """Let other runs have the folder."""
+        atexit.unregister(self.close)
+        if not self._lock.closed:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._lock.close()
+
+    def _write(self, writers: Mapping[str, Callable[[Path], None]]) -> dict[str, str]:
+        """Name -> reason of each file that cannot be written."""
+        missing = {}
+        for name, write in writers.items():
+            path = self._unfinished / name
+            try:
+                write(path)
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())  # some file systems tell only now that they are full
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                missing[name] = _reason(error)
+        return missing
+
+    def _replace(self) -> None:
+        complete = [n for n in (TOKENS, DOCUMENTS, RESULTS) if (self._unfinished / n).exists()]
+        if not complete:
+            return
+        try:
+            for name in (RESULTS, DOCUMENTS, TOKENS):
+                (self.path / name).unlink(missing_ok=True)
+            for name in complete:
+                (self._unfinished / name).rename(self.path / name)
+        except OSError as error:
+            kept = self.path / f"results_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+            kept.mkdir()
+            for name in complete:
+                if (self._unfinished / name).exists():
+                    (self._unfinished / name).rename(kept / name)
+            self.close()
+            raise UserError(
+                f"{error.filename} cannot be replaced ({_reason(error)});"
+                f" the new files are in {kept}"
+            ) from error
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    """An open file in ``folder`` that no other process has while this one has it.
+
+    On a file system without locks everyone gets it; then two runs at once are not noticed.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        file = (folder / "lock").open("ab")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.close()
+            raise BlockingIOError from error
+        except OSError:
+            return file
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), (folder / "lock").stat()):
+                return file
+        except FileNotFoundError:
             pass
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"output_dir is {name}, but nothing can be written there: {reason}"
-        ) from error
-    return folder
+        file.close()  # its owner has removed it meanwhile
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether what has one of our names is a result, which the next run may replace."""
+    try:
+        if file.name == TOKENS:
+            import pyarrow.parquet as pq
+
+            return "nll_nats" in pq.read_schema(file).names
+        with file.open(encoding="utf-8") as text:
+            if file.name == DOCUMENTS:
+                return "nll_nats_sum" in json.loads(text.readline())
+            return {"schema_version", "counts", "metrics"} <= json.load(text).keys()
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def _num_scored_and_description(results: Path) -> tuple[int, str] | None:
+    if not results.exists():
+        return None
+    content = json.loads(results.read_text(encoding="utf-8"))
+    num_scored = content["counts"]["scored_tokens"]
+    perplexity = content["metrics"]["token_perplexity"]
+    when = datetime.fromtimestamp(results.stat().st_mtime)
+    metric = "no finite perplexity" if perplexity is None else f"token ppl {perplexity:.4f}"
+    return num_scored, f"{num_scored:,} scored tokens, {metric}, {when:%Y-%m-%d %H:%M}"
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _on_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Give Ctrl-C and SIGTERM another meaning for the length of a block."""
+    if threading.current_thread() is not threading.main_thread():  # only there they arrive
+        yield
+        return
+    before = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

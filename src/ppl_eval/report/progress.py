@@ -87,7 +87,7 @@ class ProgressBar:
 
     Args:
         num_scored: tokens to score in all.
-        metric_logger: torchtune's interface (``log_dict``), or None.
+        metric_logger: torchtune's interface (``log_dict``).
         every: steps between two readings of the running perplexity, which wait for the device. On a
             CPU it is read after every step.
         every_s: seconds between two lines.
@@ -117,7 +117,7 @@ class ProgressBar:
         if is_due or progress.running.nll_nats_sum.device.type == "cpu":
             self._perplexity = progress.running.compute()
             self._tokens_per_s = progress.num_scored / (time.perf_counter() - self._begin)
-        if is_due and self._metric_logger is not None:
+        if is_due:
             values = {
                 "running_perplexity": self._perplexity,
                 "tokens_per_s": self._tokens_per_s,

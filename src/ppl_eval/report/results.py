@@ -2,7 +2,6 @@
 
 import json
 import math
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,9 @@ from ppl_eval.metrics.ledger import NLL, Ledger
 from ppl_eval.metrics.perplexity import exp_or_inf
 
 SCHEMA_VERSION = 1
+
+_NO_UTF8 = "backslashreplace"
+"""A name that is not UTF-8 has lone surrogates, and these become what JSON writes them as."""
 
 
 @dataclass(frozen=True)
@@ -433,19 +435,19 @@ def _of_peers(summary: Summary) -> dict[str, float | None]:
     return {"hf_perplexity": value if math.isfinite(value) else None}
 
 
-def write_results(folder: Path, content: dict[str, Any], documents: DocumentTable) -> None:
-    """Write results.json and documents.jsonl into ``folder``: both whole, then both renamed."""
+def write_results(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``results.json`` to ``path``."""
+    path.write_text(f"{_dumps(content, indent=2)}\n", encoding="utf-8", errors=_NO_UTF8)
 
-    def dumps(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False, default=str)
 
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as unfinished:
-        whole = Path(unfinished)
-        with (whole / "documents.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(dumps(row) + "\n" for row in documents.rows())
-        (whole / "results.json").write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
-        for name in ("documents.jsonl", "results.json"):
-            (whole / name).replace(folder / name)
+def write_documents(path: Path, documents: DocumentTable) -> None:
+    """Write ``documents.jsonl`` to ``path``."""
+    with path.open("w", encoding="utf-8", errors=_NO_UTF8) as file:
+        file.writelines(f"{_dumps(row)}\n" for row in documents.rows())
+
+
+def _dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False, default=str)
 
 
 def over_limits(content: Mapping[str, Any], limits: Mapping[str, float]) -> str | None:

@@ -9,8 +9,8 @@ import numpy as np
 _DOCUMENTS_AT_A_TIME = 256
 
 
-def write_tokens(folder: Path, workload: Any, records: Mapping[str, np.ndarray]) -> None:
-    """Write ``tokens.parquet`` into ``folder``: whole, then renamed.
+def write_tokens(path: Path, workload: Any, records: Mapping[str, np.ndarray]) -> None:
+    """Write ``tokens.parquet`` to ``path``.
 
     A row for each token of each document, what the protocol adds to be scored included: document
     (int64), position among the document's tokens (int64), token_id (int32), scored (bool), and what
@@ -18,7 +18,7 @@ def write_tokens(folder: Path, workload: Any, records: Mapping[str, np.ndarray])
     teacher teacher_nll_nats and kl_teacher_student_nats.
 
     Args:
-        folder: of the results.
+        path: of the file.
         workload: of :mod:`ppl_eval.evaluation`.
         records: ``document`` and ``position`` of each scored token (int64 [scored]), in order, and
             what is known of it, by name.
@@ -40,8 +40,7 @@ def write_tokens(folder: Path, workload: Any, records: Mapping[str, np.ndarray])
             "scored": pa.bool_(),
         }
     )
-    unfinished = folder / ".tokens.parquet"
-    with pq.ParquetWriter(unfinished, schema) as writer:
+    with pq.ParquetWriter(path, schema) as writer:
         for begin in range(0, len(totals), _DOCUMENTS_AT_A_TIME):
             numbers = range(begin, min(begin + _DOCUMENTS_AT_A_TIME, len(totals)))
             texts = corpus.fetch(numbers)
@@ -62,4 +61,3 @@ def write_tokens(folder: Path, workload: Any, records: Mapping[str, np.ndarray])
                     columns.append(pa.array(spread, mask=~scored))
                 columns.append(pa.array(scored, pa.bool_()))
                 writer.write_batch(pa.record_batch(columns, schema=schema))
-    unfinished.replace(folder / "tokens.parquet")
