@@ -1,5 +1,6 @@
 """Data sets of a hub: is it there at all, and what does it say."""
 
+import errno
 import os
 import socket
 import threading
@@ -10,6 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ppl_eval.errors import UserError
+
+_OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR)
 
 _LOOK_S = 3.5
 """How long a name may take to resolve; the connection itself has the library's own time-outs."""
@@ -34,6 +37,8 @@ def load(name: str, config: str | None, revision: str | None) -> tuple[Any, str 
     import datasets.config
     from datasets.exceptions import DatasetsError
 
+    from ppl_eval.data.table import unwritable
+
     endpoint = datasets.config.HF_ENDPOINT
     trouble = None if datasets.config.HF_HUB_OFFLINE else out_of_reach(endpoint)
     try:
@@ -41,6 +46,8 @@ def load(name: str, config: str | None, revision: str | None) -> tuple[Any, str 
             return datasets.load_dataset(name, name=config, revision=revision), trouble
     except (DatasetsError, OSError, ValueError) as error:
         reason = error if error.__cause__ is None else error.__cause__
+        if isinstance(reason, OSError) and reason.errno in _OF_THE_DISK:
+            raise UserError(unwritable(reason)) from error
         said = trouble or " ".join(str(reason).split()).rstrip(".")
         raise UserError(
             f"dataset.source is {name!r}, which is no file or folder here, and the hub does not"

@@ -74,14 +74,18 @@ def of_files(splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> Mapping[
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from error
-        if isinstance(error, OSError) or isinstance(cause, OSError):
-            reason = error if isinstance(error, OSError) else cause
-            raise UserError(
-                f"the cache of data sets {Path(datasets.config.HF_DATASETS_CACHE)} cannot be"
-                f" written: {getattr(reason, 'strerror', None) or reason}: set HF_DATASETS_CACHE to"
-                " a folder that can"
-            ) from error
+        for reason in (error, cause):
+            if isinstance(reason, OSError):
+                raise UserError(unwritable(reason)) from error
         raise
+
+
+def unwritable(error: OSError) -> str:
+    """What to say when the cache cannot be written."""
+    return (
+        f"the cache of data sets {Path(datasets.config.HF_DATASETS_CACHE)} cannot be written:"
+        f" {error.strerror or error}: set HF_DATASETS_CACHE to a folder that can"
+    )
 
 
 def _features() -> datasets.Features:
