@@ -57,4 +57,6 @@ def _leaves(tensor: Any) -> Iterator[torch.Tensor]:
         return
     names, _ = flatten()
     for name in names:
-        yield from _leaves(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh
+            yield from _leaves(inner)
