@@ -96,9 +96,13 @@ def test_letters_that_stdout_lacks_are_escaped(shell):
 
 
 @pytest.mark.parametrize(
-    "command", ["ls", "--help", "ls --help", "where tiny_text", "cp tiny_ppl_eval copy.yaml"]
+    "command",
+    [
+        *("cli ls", "cli --help", "cli ls --help", "cli where tiny_text"),
+        *("cli cp tiny_ppl_eval copy.yaml", "embedded.text 999"),
+    ],
 )
-def test_a_reader_that_has_gone_is_no_error_of_ppl_eval(tmp_path, command):
-    pipe = f"'{sys.executable}' -m ppl_eval.cli {command} | true; exit ${{PIPESTATUS[0]}}"
+def test_a_reader_that_has_gone_is_no_error_of_our_commands(tmp_path, command):
+    pipe = f"'{sys.executable}' -m ppl_eval.{command} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", pipe], cwd=tmp_path, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 
+from ppl_eval import launch
 from ppl_eval.shipped import embedded_path
 
 _NAMES = (
@@ -140,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launch.guarded(main, alone=True)
