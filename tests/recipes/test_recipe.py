@@ -157,6 +157,11 @@ def test_one_override_replaces_the_text(tune, tmp_path):
     assert content["counts"]["not_scored"]["empty"] == 1
     assert content["domains"] == {}
     assert [row["words"] for row in rows()] == [5, 0, 1]
+    (tmp_path / "lines.txt").write_text("Ada lived near the mill.\nx y z\n")
+    code, _, err = tune("dataset.data_files=lines.txt")
+    note = "lines.txt is read by line: 2 documents; dataset.unit=paragraph or dataset.unit=file"
+    assert note in err
+    assert any(note in said for said in results()["notes"])
 
 
 def test_the_student_is_worse_than_the_teacher_and_both_beat_a_bigram_model(tune):
