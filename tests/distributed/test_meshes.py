@@ -9,6 +9,7 @@ from helpers import BigramTable, ByteTokenizer, WordTokenizer, sharp_llama
 from ranks import run_on_ranks
 
 from ppl_eval import Perplexity, UserError, evaluate
+from ppl_eval.model.stored import stored_weights
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
@@ -66,6 +67,23 @@ def test_every_dp_mesh_gives_the_same_bits(alone, tied, world_size, dp_replicate
         assert found == alone
     for count, (_, num_scored, _) in zip(COUNTS, alone, strict=True):
         assert num_scored == sum(len(text.encode()) for text in texts(count))
+
+
+def stored(rank, degrees):
+    model = sharp_llama(259)
+    meshes = ParallelDims(**degrees, world_size=dist.get_world_size()).build_mesh("cpu")
+    split_decoder(model, meshes.tp)
+    shard_decoder(model, model.layers, meshes.fsdp)
+    texts = ["the cat sat on the mat"]
+    return evaluate(model, ByteTokenizer(), texts, max_seq_len=32, meshes=meshes).weights
+
+
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}])
+def test_the_weights_are_those_of_all_shards(degrees):
+    num_ranks = math.prod(degrees.values())
+    assert (
+        run_on_ranks(num_ranks, stored, degrees) == [stored_weights(sharp_llama(259))] * num_ranks
+    )
 
 
 def train_between(rank):
