@@ -57,7 +57,7 @@ BASE = {
 SPACE = {
     "num_key_value_heads": [ABSENT, None, 1, 4, 2.0],
     "head_dim": [ABSENT, None, 8, 16],
-    "rms_norm_eps": [ABSENT, None, 1e-2, 1],
+    "rms_norm_eps": [ABSENT, None, 1e-2, 1, float("nan"), 0.0, -1e-5],
     "tie_word_embeddings": [ABSENT, None, True, False, 1],
     "hidden_act": [ABSENT, None, "silu", "swish", "gelu", "gelu_pytorch_tanh", "relu"],
     "hidden_activation": [ABSENT, None, "gelu", "gelu_pytorch_tanh", "silu"],
@@ -70,7 +70,7 @@ SPACE = {
         *(ABSENT, None, [SLIDING, FULL], [FULL, SLIDING], [FULL, FULL], [SLIDING, SLIDING]),
         *(["attention", SLIDING], [FULL], ["linear_attention", FULL], "full_attention"),
     ],
-    "rope_theta": [ABSENT, None, 500.0, 10000, "500"],
+    "rope_theta": [ABSENT, None, 500.0, 10000, "500", float("nan"), -3],
     "rope_parameters": [
         *(ABSENT, None, {}, {"rope_theta": 2000.0}, {"rope_type": "default", "rope_theta": 900.0}),
         *({**LLAMA3, "rope_theta": 700.0}, {"rope_type": "linear", "factor": 2.0}, LLAMA3),
@@ -172,6 +172,7 @@ def beyond_torchtune(family, config, content):
         "both directions": gemma and config.use_bidirectional_attention,
         "window below 1": (getattr(config, "sliding_window", None) or 1) < 1
         or getattr(config, "sliding_window", None) == 0,
+        "norm epsilon": config.rms_norm_eps <= 0,
         "cap of 0": family == "gemma2" and 0 in (config.final_logit_softcapping,),
         "rope by layer": any(isinstance(v, dict) for v in rope.values()),
         "layer of another kind": "linear_attention" in (content.get("layer_types") or ()),
@@ -343,6 +344,11 @@ def test_the_notes_are_said_before_the_run(tmp_path):
             "factor of its rotary scaling 1, but the model section builds 8",
         ),
         ("llama2.llama2", {"rope_base": 500000}, "rope_theta 10000.0, but .* builds 500000"),
+        (
+            "llama3_2.llama3_2",
+            {"scale_factor": 1, "tie_word_embeddings": True},
+            "tie_word_embeddings False, but the model section builds True",
+        ),
         ("llama2.llama2", {"norm_eps": 1e-6}, "rms_norm_eps 1e-05, but .* builds 1e-06"),
     ],
 )

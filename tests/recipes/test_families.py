@@ -135,12 +135,19 @@ def llama_config(**changes):
 inexpressible = [
     (
         {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-        "is of Qwen3ForCausalLM, but torchtune 0.6.1 has Llama",
+        "is of model_type qwen3, but torchtune 0.6.1 has Llama",
     ),
     (
         {"architectures": None, "model_type": ...},
         "is of no model_type and no architectures, but torchtune",
     ),
+    ({"model_type": "yi"}, "is of model_type yi, but torchtune 0.6.1 has Llama"),
+    (
+        {"model_type": ..., "architectures": ["Qwen3ForCausalLM"]},
+        "is of architecture Qwen3ForCausalLM, but",
+    ),
+    ({"model_type": ["llama"]}, r"has model_type \['llama'\], but it is a name"),
+    ({"architectures": "LlamaForCausalLM"}, "has architectures 'LlamaForCausalLM', but it is a"),
     ({"architectures": ["LlamaModel"]}, "is of LlamaModel, which is no causal language model"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantised by gptq, but quantised"),
     ({"quantization_config": {"load_in_4bit": True}}, "quantised by bitsandbytes, but"),

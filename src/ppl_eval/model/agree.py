@@ -26,9 +26,10 @@ _CONVERSIONS = {
 def check_against_config(
     model: nn.Module, checkpointer: Mapping[str, Any], config: ModelConfig
 ) -> None:
-    """Compare family, heads, rotary base, norm epsilon, soft caps and scale with config.json.
+    """Compare the model with config.json.
 
-    All of these load without complaint and give a wrong loss. Where the family is unknown, what
+    A wrong family, number of heads, rotary base, norm epsilon, tying, soft cap or scale of the
+    attention loads without complaint and gives a wrong loss. Where the family is unknown, what
     config.json does not state is taken as it comes.
 
     Args:
@@ -84,6 +85,7 @@ def _pairs(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Any, An
         "num_key_value_heads": getattr(attention, "num_kv_heads", None),
         "rms_norm_eps": getattr(norm, "eps", None),
         "query_pre_attn_scalar": None if scale is None else scale**-2,
+        "tie_word_embeddings": all(name != "output.weight" for name, _ in model.named_parameters()),
     }
     for key, value in built.items():
         if value is not None and config.values.get(key) is not None:

@@ -65,9 +65,11 @@ def model_sections(checkpoint_dir: str, key: str = "checkpoint_dir") -> dict[str
 
 
 def _kind(config: ModelConfig) -> str:
-    names = config.values.get("architectures")
-    kind = config.values.get("model_type") or "no model_type and no architectures"
-    return str(names[0]) if names else str(kind)
+    """What names the family; model_type counts first."""
+    kind, names = config.values.get("model_type"), config.values.get("architectures")
+    if kind is None and not names:
+        return "no model_type and no architectures"
+    return f"architecture {names[0]}" if kind is None and names else f"model_type {kind}"
 
 
 _SILU, _TANH = ("silu", "swish"), ("gelu_pytorch_tanh",)

@@ -5,6 +5,7 @@ transformers 5 reads and that change the forward, with its defaults. A key that 
 know has no effect there, and none here.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,14 +191,16 @@ def _family(content: Mapping[str, Any], path: Path) -> tuple[str | None, list[st
     kind, names = content.get("model_type"), content.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"{path} has architectures {names!r}, but it is a list of names")
+    if not isinstance(kind, str | None):
+        raise UserError(f"{path} has model_type {kind!r}, but it is a name")
     if kind == "mistral" and "layer_types" in content:  # so do transformers' auto classes
         kind = "ministral"
-    by_architecture = {family.architecture: name for name, family in FAMILIES.items()}
-    if not names or kind not in (*FAMILIES, None):
-        return (kind if kind in FAMILIES else None), []
-    name = str(names[0])
+    name = str(names[0]) if names else None
     if kind is None:
-        return by_architecture.get(name), []
+        by_architecture = {family.architecture: kind for kind, family in FAMILIES.items()}
+        return by_architecture.get(str(name)), []
+    if kind not in FAMILIES or name is None:
+        return (kind if kind in FAMILIES else None), []
     if name == FAMILIES[kind].architecture or (kind, name) == ("ministral", "MistralForCausalLM"):
         return kind, []
     if not name.endswith("ForCausalLM"):
@@ -248,7 +251,7 @@ class _Reader:
         if type(value) is not wanted:
             self.refuse(key, f"it is of type {wanted.__name__}")
         is_count = wanted is int and key not in ("sliding_window", "max_window_layers")
-        if (is_count or wanted is float) and value <= 0:
+        if (is_count or wanted is float) and not 0 < value < math.inf:
             self.refuse(key, "it is above 0")
         return value
 
@@ -329,7 +332,7 @@ class _Reader:
             "rope_theta": inside_first("rope_theta", DEFAULT_THETA),
             partial: inside_first(partial, 1.0),
         }
-        if not _is_number(rope["rope_theta"]) or rope["rope_theta"] <= 0:
+        if not _is_above_0(rope["rope_theta"]):
             self.refuse("rope_theta", "it is a number above 0", rope["rope_theta"])
         if kind == "llama3":
             rope |= self._llama3_scaling(section, max_position_embeddings)
@@ -350,7 +353,7 @@ class _Reader:
         found = {}
         for name in ("factor", "low_freq_factor", "high_freq_factor", key):
             found[name] = section.get(name)
-            if not _is_number(found[name]) or found[name] <= 0:
+            if not _is_above_0(found[name]):
                 self.refuse(name, "Llama 3's rotary scaling needs a number above 0", found[name])
         if found["high_freq_factor"] <= found["low_freq_factor"]:
             self.refuse(
@@ -361,8 +364,9 @@ class _Reader:
         return found
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_above_0(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
 
 
 def _unread(
