@@ -1,4 +1,4 @@
-"""Files that come with a checkpoint."""
+"""Files of a checkpoint or a text: pointers of git-lfs, JSON."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,12 @@ from ppl_eval.errors import UserError
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
-def refuse_lfs_pointer(path: Path) -> None:
+def refuse_lfs_pointer(path: Path, name: str | None = None) -> None:
     """Refuse a file whose content git left on its server.
+
+    Args:
+        path: where it lies.
+        name: as the user knows it, if not by its path.
 
     Raises:
         UserError: it is a pointer of git-lfs.
@@ -20,8 +24,8 @@ def refuse_lfs_pointer(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS)) == _LFS:
             raise UserError(
-                f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in its"
-                " folder, or download it again"
+                f"{name or path} is a git-lfs pointer, not the file itself: run `git lfs pull` in"
+                " its folder, or download it again"
             )
 
 

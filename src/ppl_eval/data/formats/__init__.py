@@ -11,13 +11,14 @@ from ppl_eval.data.files import File
 from ppl_eval.data.formats.arrow_tables import arrow_tables
 from ppl_eval.data.formats.csv_rows import csv_rows
 from ppl_eval.data.formats.json_rows import json_rows
-from ppl_eval.data.formats.rows import tables
+from ppl_eval.data.formats.rows import UNITS, Seen, Wanted, listed, tables
 from ppl_eval.data.formats.stream import check_content, named
-from ppl_eval.data.formats.text_rows import Lines, text_rows
-from ppl_eval.data.formats.wanted import UNITS, Seen, Wanted, listed
+from ppl_eval.data.formats.text_rows import need_no_unit, text_rows
 from ppl_eval.errors import UserError
 
 __all__ = ["UNITS", "Wanted", "read"]
+
+_ROWS = {"text": text_rows, "json": json_rows, "csv": csv_rows}
 
 
 def read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
@@ -33,16 +34,15 @@ def read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
     Raises:
         UserError: what cannot be read, with its place.
     """
-    seen, lines = Seen(), Lines()
+    seen = Seen()
     for file in files:
         check_content(file)
+    if files[0].loader == "text" and wanted.unit is None:
+        need_no_unit(files)
+    for file in files:
         with named(file):
-            if file.loader == "text":
-                yield from tables(file, text_rows(file, wanted, seen, lines), wanted)
-            elif file.loader == "json":
-                yield from tables(file, json_rows(file, wanted, seen), wanted)
-            elif file.loader == "csv":
-                yield from tables(file, csv_rows(file, wanted, seen), wanted)
+            if file.loader in _ROWS:
+                yield from tables(file, _ROWS[file.loader](file, wanted, seen), wanted)
             else:
                 yield from arrow_tables(file, wanted, seen)
     if wanted.domain and not seen.domain and seen.columns:
@@ -50,4 +50,3 @@ def read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
             f"dataset.domain_column is {wanted.domain!r}, but {files[0].name} has the columns"
             f" {listed(seen.columns)}"
         )
-    lines.check(files)

@@ -1,12 +1,12 @@
 """Parquet, Arrow and Feather: only the wanted columns are read, whatever their types."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ppl_eval.data.columns import as_text, is_text
 from ppl_eval.data.files import File
+from ppl_eval.data.formats.rows import Seen, Wanted, places
 from ppl_eval.data.formats.stream import opened
-from ppl_eval.data.formats.wanted import Seen, Wanted, places
 from ppl_eval.errors import UserError
 
 _BATCH_ROWS = 2048
@@ -36,42 +36,33 @@ def arrow_tables(file: File, wanted: Wanted, seen: Seen) -> Iterator[Any]:
         table = pa.Table.from_batches([batch])
         columns = [none if p is None else as_text(table.column(schema.names[p])) for p in found]
         rows = pa.table(columns, names=["text", "id", "domain"])
-        _check_rows(file, rows, column, start)
+        _check_rows(file, rows, wanted.names(), start)
         start += len(rows)
         yield rows
 
 
-def _check_rows(file: File, table: Any, column: str, start: int) -> None:
-    """Every text is there, and is UTF-8, which Arrow does not check when it reads."""
+def _check_rows(file: File, table: Any, names: Sequence[str | None], start: int) -> None:
+    """Every text is there, and all is UTF-8, which Arrow does not check when it reads."""
     import pyarrow as pa
 
     try:
         table.validate(full=True)
-        bad = [] if not table.column("text").null_count else table.column("text").to_pylist()
-        found = "null"
+        if not table.column("text").null_count:
+            return
     except pa.ArrowInvalid:
-        bad, found = _not_utf8(table.column("text")), "bytes that are not UTF-8"
-    for row, text in enumerate(bad):
-        if text is None:
+        pass
+    for row in range(len(table)):
+        for name, key in zip(names, table.column_names, strict=True):
+            try:
+                if table[key][row].as_py() is not None or key != "text":
+                    continue
+                found = "null, but every row needs a text"
+            except UnicodeDecodeError:
+                found = "bytes that are not UTF-8"
             raise UserError(
-                f"{file.name}, row {start + row} (the first is 0): column {column!r} holds {found},"
-                " but every row needs a text: mend or drop the row"
+                f"{file.name}, row {start + row} (the first is 0): column {name!r} holds {found}:"
+                " mend or drop the row"
             )
-    if bad:
-        raise UserError(
-            f"{file.name}, rows {start} to {start + len(table) - 1}: the id or the domain holds"
-            " bytes that are not UTF-8: mend the rows"
-        )
-
-
-def _not_utf8(column: Any) -> list[str | None]:
-    texts: list[str | None] = []
-    for value in column:
-        try:
-            texts.append(value.as_py())
-        except UnicodeDecodeError:
-            texts.append(None)
-    return texts
 
 
 _Batches = Callable[[list[str]], Iterator[Any]]
@@ -85,18 +76,13 @@ def _parquet(file: File) -> tuple[Any, _Batches]:
 
 
 def _arrow(file: File) -> tuple[Any, _Batches]:
-    """Arrow's formats: a file, which .feather is, a stream, and the first .feather."""
+    """Arrow's two formats: a file, which .feather is, or a stream."""
     import pyarrow as pa
 
     content = _seekable(file)
-    magic = bytes(content.read(4))
+    is_file = bytes(content.read(6)) == b"ARROW1"
     content.seek(0)
-    if magic == b"FEA1":
-        import pyarrow.feather
-
-        table = pyarrow.feather.read_table(content)
-        return table.schema, lambda names: iter(table.select(names).to_batches(_BATCH_ROWS))
-    if magic == b"ARRO":
+    if is_file:
         reader = pa.ipc.open_file(content)
         batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
     else:

@@ -3,47 +3,29 @@
 import csv
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from ppl_eval.data.files import File
-from ppl_eval.data.formats.rows import Rows
+from ppl_eval.data.formats.rows import Row, Seen, Wanted, places
 from ppl_eval.data.formats.stream import lines_of
-from ppl_eval.data.formats.wanted import Seen, Wanted, places
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted
 
 
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Fields longer than the csv module's 131,072 characters; the limit is the process's."""
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(limit)
-
-
-def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Rows:
+def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
     """The rows of a CSV or TSV file under their header.
 
     Raises:
         UserError: a row that does not fit the header, or a quote that is not closed, with its line.
     """
-    return Rows("line", _rows(file, wanted, seen))
-
-
-def _rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[tuple[int, Any, Any, Any]]:
+    csv.field_size_limit(sys.maxsize)  # of the process; 131,072 characters as Python starts
     separator = "\t" if file.suffix == ".tsv" else ","
-    lines = (text for _, text in lines_of(file))
-    rows = csv.reader(lines, delimiter=separator, strict=True)
+    rows = csv.reader((text for _, text in lines_of(file)), delimiter=separator, strict=True)
     header: list[str] | None = None
     found: list[int | None] = []
     while True:
         number = rows.line_num + 1
         try:
-            with _long_fields():
-                row = next(rows, None)
+            row = next(rows, None)
         except csv.Error as error:
             hint = "; a quote inside a quoted field is doubled" if '"' in f"{error}" else ""
             raise UserError(
@@ -65,4 +47,4 @@ def _rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[tuple[int, Any, An
                 " it needs quotes"
             )
         text, row_id, domain = (None if place is None else row[place] for place in found)
-        yield number, text, row_id, domain
+        yield f"line {number}", text, row_id, domain

@@ -13,6 +13,7 @@ from typing import Any
 
 from ppl_eval.data.files import File
 from ppl_eval.errors import UserError
+from ppl_eval.files import refuse_lfs_pointer
 
 _HEAD = 1024
 
@@ -89,10 +90,7 @@ def check_content(file: File) -> None:
         raw = stream.read(_HEAD)
     if not raw:
         raise UserError(f"{file.name} is empty: there is nothing to measure")
-    if raw.startswith(b"version https://git-lfs.github.com/spec/"):
-        raise UserError(
-            f"{file.name} is a pointer of git-lfs, not the file: fetch it by `git lfs pull`"
-        )
+    refuse_lfs_pointer(file.path, file.name)
     if file.loader in ("parquet", "arrow"):
         return
     with named(file), opened(file) as stream:
