@@ -206,4 +206,4 @@ def test_an_adapter_that_is_zero_or_not_there(tune, adapters, tmp_path):
     assert f"warning: {warning}" in said.splitlines()
     found, said = tune(f"checkpoint_dir={BASE}", f"adapter.dir={tmp_path / 'nowhere'}")
     assert found is None
-    assert "there is no folder" in said
+    assert "there is no such folder" in said
