@@ -495,7 +495,7 @@ def test_names_of_files_that_are_none(write, tmp_path, monkeypatch):
             UserError, match=f"dataset.{argument} is 'x', but that is for data sets"
         ):
             text_corpus(data_files=str(tmp_path / "b.txt"), **{argument: "x"})
-    with pytest.raises(UserError, match="dataset.name is 'x', but .* has no such subfolder, nor"):
+    with pytest.raises(UserError, match="dataset.name is 'x', but that is for data sets of a hub"):
         text_corpus(str(tmp_path), name="x")
     with pytest.raises(UserError, match="dataset.data_files names .*b.txt twice"):
         text_corpus(data_files=[str(tmp_path / "b.txt"), str(tmp_path / "?.txt")])
@@ -511,28 +511,21 @@ def test_folders_of_odd_names_and_hidden_files(write, tmp_path):
     for name in ("a/.y.jsonl", "a/.hidden/y.jsonl", "__MACOSX/y.jsonl"):
         (folder / name).write_text('{"text": "y"}\n')
     assert texts(text_corpus(str(folder))) == ["x"]
-    assert texts(text_corpus(str(folder), name="a")) == ["x"]
+    assert texts(text_corpus(str(folder / "a"))) == ["x"]
 
 
-def test_a_clone_of_a_data_set_with_configurations(tmp_path):
-    readme = "---\nconfigs:\n"
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        readme += f"- config_name: {name}\n  data_files:\n"
-        for split in ("train", "held_out"):
-            (tmp_path / name / f"{split}.jsonl").write_text(f'{{"text": "{name} {split}"}}\n')
-            readme += f"  - {{split: {split}, path: {name}/{split}.jsonl}}\n"
-    (tmp_path / "README.md").write_text(f"{readme}---\n# Texts\n")
-    assert texts(text_corpus(str(tmp_path), name="two", split="held_out")) == ["two held_out"]
-    with pytest.raises(UserError, match="dataset.name=None chooses none .*'one', 'two'"):
-        text_corpus(str(tmp_path))
-    with pytest.raises(UserError, match="dataset.name=three chooses none .*'one', 'two'"):
-        text_corpus(str(tmp_path), name="three")
-    with pytest.raises(UserError, match="splits train, held_out: choose one by dataset.split"):
-        text_corpus(str(tmp_path), name="one")
-    for readme in ("# Texts\n", "---\nlicense: mit\n---\n", "---\nconfigs: [\n---\n"):
-        (tmp_path / "one" / "README.md").write_text(readme)
-        assert texts(text_corpus(str(tmp_path / "one"), split="train")) == ["one train"]
+def test_a_clone_whose_readme_tells_the_splits_is_not_read_by_names(tmp_path):
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    (folder / "one.jsonl").write_text('{"text": "one"}\n')
+    for readme in ("# Texts\n", "---\nlicense: mit\n---\nconfigs:\n---\n", "---\nconfigs: [\n"):
+        (folder / "README.md").write_text(readme)
+        assert texts(text_corpus(str(folder))) == ["one"]
+    files = "  data_files:\n  - {split: train, path: one.jsonl}\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: a\n{files}---\n# Texts\n")
+    with pytest.raises(UserError, match="README.md of .* says which of its files are which split"):
+        text_corpus(str(folder))
+    assert texts(text_corpus(data_files=str(folder / "*.jsonl"))) == ["one"]
 
 
 def test_an_unwritable_cache_is_named(write, tmp_path, monkeypatch):
@@ -584,17 +577,19 @@ def test_a_hub_that_is_not_there(hub, endpoint, reason):
         hub(endpoint)
 
 
-def test_a_hub_that_is_not_there_gives_what_the_cache_has(hub, hf_cache):
+def test_without_a_hub_the_cache_is_read_on_request(hub, hf_cache, monkeypatch):
     def rows():
         yield {"text": "a", "id": datetime.datetime(2024, 5, 1), "other": None}
 
     Generator(
         generator=rows, config_id="default", dataset_name="set", repo_id="mine/set", hash="a"
     ).download_and_prepare()
-    corpus = hub("http://127.0.0.1:9")
+    with pytest.raises(UserError, match="does not answer .* read again under HF_HUB_OFFLINE=1"):
+        hub("http://127.0.0.1:9")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    corpus = text_corpus("mine/set")
     assert list(corpus) == [Document("a", "2024-05-01 00:00:00.000000")]
-    assert "mine/set is read from the cache, since 127.0.0.1:9 does not answer" in corpus.notes[0]
-    assert "column 'id' holds timestamp[us], which is printed as Arrow does" in corpus.notes[1]
+    assert "column 'id' holds timestamp[us], which is printed as Arrow does" in corpus.notes[0]
 
 
 def test_a_hub_behind_a_proxy_or_slow_is_left_to_the_library(monkeypatch):

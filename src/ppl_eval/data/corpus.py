@@ -14,7 +14,7 @@ from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
 from ppl_eval.data.files import LOADERS, Files
 from ppl_eval.data.formats import UNITS, Wanted
 from ppl_eval.errors import UserError
-from ppl_eval.plural import counted
+from ppl_eval.plural import counted, some
 
 
 def text_corpus(
@@ -43,8 +43,7 @@ def text_corpus(
         column: holds the text.
         domain_column: holds each row's domain, for results by domain. None takes a column named
             ``domain`` if there is one; an empty string takes none.
-        name: the data set's configuration, such as ``wikitext-2-raw-v1``; of a local folder, one
-            that its README.md has, or a subfolder.
+        name: the configuration of a hub's data set, such as ``wikitext-2-raw-v1``.
         revision: the data set's commit, tag or branch.
         unit: what is a document of a .txt file: each ``line``, each ``paragraph`` (blank lines
             separate them) or the whole ``file``. None: lines, of files without blank lines between
@@ -54,8 +53,17 @@ def text_corpus(
         UserError: no such file, split or column; a file that is not what its name says; a row
             without a text; no rows.
     """
-    _check_arguments(source, data_files, column, domain_column, split, name, revision, unit)
-    source = source if source is None else _expanded(source)
+    _check_arguments(
+        unit,
+        data_files,
+        column=column,
+        domain_column=domain_column,
+        source=source,
+        split=split,
+        name=name,
+        revision=revision,
+    )
+    source = source and os.path.expanduser(source)
     with _quiet_datasets():
         local = _local(source, data_files, name, revision)
         if isinstance(local, Files):
@@ -66,16 +74,13 @@ def text_corpus(
                 " which are the documents"
             )
         if local is not None:
-            splits, origin, notes = _saved(local), str(local), tuple[str, ...]()
+            origin, splits = str(local), _saved(local)
         else:
             from ppl_eval.data import hub
 
             origin = str(source)
-            splits, trouble = hub.load(origin, name, revision)
-            cached = f"dataset.source {origin} is read from the cache, since {trouble}"
-            notes = (cached,) if trouble else ()
+            splits = hub.load(origin, name, revision)
         table = _choose(splits, split, origin)
-        notes += _time_notes(table, domain_column, origin)
     for argument, wanted in (("column", column), ("domain_column", domain_column or column)):
         if wanted not in table.column_names:
             raise UserError(
@@ -85,6 +90,7 @@ def text_corpus(
     if domain_column is None and "domain" in table.column_names:
         domain_column = "domain"
     id_column = "id" if "id" in table.column_names else None
+    notes = _time_notes(table, [id_column, domain_column], origin)
     return Corpus(table, column, domain_column or None, id_column, origin, notes)
 
 
@@ -97,11 +103,11 @@ def check_files(node: Mapping[str, Any]) -> None:
     Raises:
         UserError: naming the file, or an argument that cannot be.
     """
-    names = ("source", "data_files", "column", "domain_column", "split", "name", "revision", "unit")
-    arguments = {"column": "text", **{name: node[name] for name in names if name in node}}
-    _check_arguments(*(arguments.get(name) for name in names))
-    if "://" not in f"{node.get('source')} {node.get('data_files')}":
-        _local(*(arguments.get(name) for name in ("source", "data_files", "name", "revision")))
+    given = {key: value for key, value in node.items() if key != "_component_"}
+    texts = {"column": "text", **given}
+    _check_arguments(texts.pop("unit", None), texts.pop("data_files", None), **texts)
+    if "://" not in f"{given.get('source')} {given.get('data_files')}":
+        _local(*(given.get(name) for name in ("source", "data_files", "name", "revision")))
 
 
 def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
@@ -137,34 +143,21 @@ def named_corpora(corpora: Mapping[str, Mapping[str, Any]], tokenizer: Any = Non
     )
 
 
-def _check_arguments(
-    source: Any,
-    data_files: Any,
-    column: Any,
-    domain_column: Any,
-    split: Any,
-    name: Any,
-    revision: Any,
-    unit: Any,
-) -> None:
+def _check_arguments(unit: Any, data_files: Any, **texts: Any) -> None:
     if unit is not None and unit not in UNITS:
         raise UserError(f"dataset.unit is {unit!r}, but it is line, paragraph, file or null")
-    if not isinstance(column, str) or not column:
-        raise UserError(f"dataset.column is {column!r}, but it is the name of a column")
-    if domain_column is not None and not isinstance(domain_column, str):
-        raise UserError(
-            f"dataset.domain_column is {domain_column!r}, but it is the name of a column or null"
-        )
-    if source is not None and (not isinstance(source, str) or not source):
-        raise UserError(f"dataset.source is {source!r}, but it is a name, a path or null")
-    for key, value in (("split", split), ("name", name), ("revision", revision)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise UserError(f"dataset.{key} is {value!r}, but it is a name or null")
     files = data_files if isinstance(data_files, Sequence) or data_files is None else [data_files]
     if not all(isinstance(file, str) and file for file in files or []):
         raise UserError(
             f"dataset.data_files is {data_files!r}, but it is a file or a list of files"
         )
+    kinds = {"column": "the name of a column", "source": "a name, a path or null"}
+    kinds["domain_column"] = "the name of a column or null"
+    for key, value in texts.items():
+        may_be = (value is None and key != "column") or (value == "" and key == "domain_column")
+        if not (may_be or (isinstance(value, str) and value)):
+            kind = kinds.get(key, "a name or null")
+            raise UserError(f"dataset.{key} is {value!r}, but it is {kind}")
 
 
 def _local(
@@ -189,20 +182,15 @@ def _local(
     else:
         key = "data_files"
     folder = Path(os.path.expanduser(patterns[0]))
-    if revision is not None:
-        raise UserError(
-            f"dataset.revision is {revision!r}, but that is for data sets of a hub, and"
-            f" {patterns[0]} is read here: remove it"
-        )
+    for argument, value in (("name", name), ("revision", revision)):
+        if value is not None:
+            raise UserError(
+                f"dataset.{argument} is {value!r}, but that is for data sets of a hub, and"
+                f" {patterns[0]} is read here: remove it"
+            )
     if len(patterns) == 1 and folder.is_dir():
-        if name is None and file_names.is_saved(folder):
-            return folder
-        return file_names.of_folder(folder, name, loader)
-    if name is not None:
-        raise UserError(
-            f"dataset.name is {name!r}, but that is for data sets of a hub and for folders, and"
-            f" {patterns[0]} is a file: remove it"
-        )
+        is_saved = file_names.is_saved(folder)
+        return folder if is_saved else file_names.of_folder(folder, loader)
     paths = [path for pattern in patterns for path in file_names.expand(pattern, key)]
     names = paths
     if any("://" in path for path in paths):
@@ -210,10 +198,6 @@ def _local(
 
         names, paths = hub.download(paths)
     return file_names.named(names, paths, loader)
-
-
-def _expanded(source: str) -> str:
-    return os.path.expanduser(source) if source.startswith("~") else source
 
 
 def _is_local(source: str) -> bool:
@@ -237,14 +221,13 @@ def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
             f"dataset.unit is {wanted.unit!r}, but it is for .txt files: {found.name} has rows,"
             " which are the documents"
         )
-    asked = _asked(list(found.splits), split, found.name)
-    tables = table.of_files({name: found.splits[name] for name in asked}, wanted)
+    parts = _parts(dict.fromkeys(found.splits, 10**9), split, found.name)
+    tables = table.of_files({name: found.splits[name] for name, _, _ in parts}, wanted)
     notes = []
     if found.left_out:
-        more = ", ..." if len(found.left_out) > 3 else ""
         notes.append(
             f"{found.name}: {counted(len(found.left_out), 'file')} in no split by name, not read:"
-            f" {', '.join(found.left_out[:3])}{more}"
+            f" {some(found.left_out, 3)}"
         )
     rows = _choose(tables, split, found.name)
     if wanted.unit is None and loaders == {"text"}:
@@ -269,55 +252,45 @@ def _saved(folder: Path) -> Any:
         ) from error
 
 
-def _asked(names: Sequence[str], split: str | None, origin: str) -> list[str]:
-    """Which splits are needed.
+def _parts(sizes: Mapping[str, int], split: str | None, origin: str) -> list[tuple[str, int, int]]:
+    """(split, first row, row after the last) of what is asked for, of splits of these sizes.
 
     Raises:
         UserError: none is chosen of several, or one that there is not.
     """
     from datasets import ReadInstruction
 
-    has = f"{origin} has the split{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    has = f"{origin} has the split{'s' if len(sizes) > 1 else ''} {', '.join(sizes)}"
     if split is None:
-        if len(names) > 1:
+        if len(sizes) > 1:
             raise UserError(f"{has}: choose one by dataset.split")
-        return list(names)
+        return [(name, 0, size) for name, size in sizes.items()]
     try:
-        parts = ReadInstruction.from_spec(split).to_absolute(dict.fromkeys(names, 10**9))
+        parts = ReadInstruction.from_spec(split).to_absolute(sizes)
     except ValueError as error:
         raise UserError(f"dataset.split is {split!r}, but {has}: {error}") from error
-    return list(dict.fromkeys(part.splitname for part in parts))
+    return [(part.splitname, part.from_, part.to) for part in parts]
 
 
 def _choose(loaded: Any, split: str | None, origin: str) -> Any:
     """Rows of the splits, or parts of splits, that are asked for."""
-    from datasets import Dataset, ReadInstruction, concatenate_datasets
+    from datasets import Dataset, concatenate_datasets
 
     if isinstance(loaded, Dataset):
         loaded = {str(loaded.split or "train"): loaded}
-    asked = _asked(list(loaded), split, origin)
-    if split is None:
-        rows = loaded[asked[0]]
-    else:
-        try:
-            sizes = {name: len(rows) for name, rows in loaded.items()}
-            parts = ReadInstruction.from_spec(split).to_absolute(sizes)
-        except ValueError as error:
-            raise UserError(f"dataset.split is {split!r}, but {origin}: {error}") from error
-        rows = concatenate_datasets(
-            [loaded[part.splitname].select(range(part.from_, part.to)) for part in parts]
-        )
+    parts = _parts({name: len(rows) for name, rows in loaded.items()}, split, origin)
+    rows = concatenate_datasets([loaded[name].select(range(a, b)) for name, a, b in parts])
     if len(rows) == 0:
         part = "" if split is None else f", split {split},"
         raise UserError(f"{origin}{part} has no rows: there is nothing to measure")
     return rows
 
 
-def _time_notes(table: Any, domain_column: str | None, origin: str) -> tuple[str, ...]:
+def _time_notes(table: Any, labels: Sequence[str | None], origin: str) -> tuple[str, ...]:
     """Labels that were perhaps other texts before: the library takes dates in JSON for times."""
     times = [
         name
-        for name in ("id", "domain" if domain_column is None else domain_column)
+        for name in labels
         if getattr(table.features.get(name), "dtype", "").startswith(("timestamp", "date", "time"))
     ]
     return tuple(

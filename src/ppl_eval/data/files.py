@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ppl_eval.errors import UserError
+from ppl_eval.plural import some
 
 SUFFIXES = {
     ".txt": "text",
@@ -144,46 +143,35 @@ def named(names: Sequence[str], paths: Sequence[str], loader: str | None) -> Fil
         raise UserError(f"dataset.data_files names {repeated[0]} twice: name each file once")
     loader = loader or _loader_of(names)
     files = tuple(File(n, Path(p), loader) for n, p in zip(names, paths, strict=True))
-    return Files(_some(names), {"train": files})
+    return Files(some(names, 3), {"train": files})
 
 
-def of_folder(folder: Path, name: str | None = None, loader: str | None = None) -> Files:
+def of_folder(folder: Path, loader: str | None = None) -> Files:
     """The files of a folder and its subfolders, whose names tell their splits.
 
     Args:
         folder: where they lie.
-        name: one of the configurations in the folder's README.md, as in a clone of a repository of
-            the hub, or a subfolder.
         loader: what they are; None: their suffixes decide.
 
     Raises:
-        UserError: there are none, or of several kinds; no such configuration.
+        UserError: there are none, or of several kinds; or a README.md tells the splits.
     """
-    if _has_configurations(folder):
-        splits, known = _of_configuration(folder, name), []
-    else:
-        folder = folder if name is None else folder / name
-        if not folder.is_dir():
-            raise UserError(
-                f"dataset.name is {name!r}, but {folder.parent} has no such subfolder, nor a"
-                " README.md with configurations"
-            )
-        known = _known(folder)
-        splits = _by_names(folder, known)
-    chosen = {path for found in splits.values() for path in found}
-    kind = loader or _loader_of([str(path) for path in sorted(chosen)])
-    return Files(
-        str(folder),
-        {split: tuple(File(str(p), p, kind) for p in found) for split, found in splits.items()},
-        tuple(str(path) for path in known if path not in chosen),
-    )
-
-
-def _known(folder: Path) -> list[Path]:
-    """All files of the folder that can be read."""
+    card = folder / "README.md"
+    text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
+    header = re.match(r"\ufeff?---\s*\n.*?^---", text, re.DOTALL | re.MULTILINE)
+    if header and re.search(r"^configs:", header[0], re.MULTILINE):
+        raise UserError(
+            f"the README.md of {folder} says which of its files are which split, and is not read:"
+            " set dataset.data_files to the files, or dataset.source to the subfolder with them"
+        )
     found = glob.glob(os.path.join(glob.escape(str(folder)), "**"), recursive=True)
-    paths = [Path(name) for name in sorted(found) if not os.path.isdir(name)]
-    known = [p for p in paths if suffix_is_known(p.name) and not _is_special(p, folder)]
+    known = [
+        path
+        for path in map(Path, sorted(found))
+        if suffix_is_known(path.name) and not path.is_dir()
+        # such as __MACOSX, which the datasets library leaves out, too
+        if not any(part.startswith("__") for part in path.relative_to(folder).parts[:-1])
+    ]
     if not known:
         raise UserError(
             f"{folder} has no file that can be read (known: {', '.join(SUFFIXES)}): set"
@@ -192,7 +180,14 @@ def _known(folder: Path) -> list[Path]:
         )
     for path in known:
         check_file(str(path), "dataset.source")
-    return known
+    splits = _by_names(folder, known)
+    chosen = {path for found in splits.values() for path in found}
+    kind = loader or _loader_of([str(path) for path in sorted(chosen)])
+    return Files(
+        str(folder),
+        {split: tuple(File(str(p), p, kind) for p in found) for split, found in splits.items()},
+        tuple(str(path) for path in known if path not in chosen),
+    )
 
 
 def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
@@ -213,38 +208,6 @@ def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
         for split, names in files.items()
     }
     return {split: paths for split, paths in splits.items() if paths} or {"train": [*known]}
-
-
-def _has_configurations(folder: Path) -> bool:
-    """Whether the folder's README.md begins with YAML that has ``configs``."""
-    card = folder / "README.md"
-    text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
-    header = re.match(r"\ufeff?---\s*\n(.*?)\n---", text, re.DOTALL)
-    try:
-        content = yaml.safe_load(header[1]) if header else None
-    except yaml.YAMLError:  # a README that is no card
-        return False
-    return isinstance(content, Mapping) and bool(content.get("configs"))
-
-
-def _of_configuration(folder: Path, name: str | None) -> dict[str, list[Path]]:
-    import datasets
-
-    try:
-        config = datasets.load_dataset_builder(str(folder), name=name).config
-    except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(
-            f"the README.md of {folder} has configurations, and dataset.name={name} chooses none"
-            f" that can be read: {said}"
-        ) from error
-    files: Mapping[Any, Sequence[str]] = config.data_files or {}
-    return {str(split): [Path(file) for file in found] for split, found in files.items()}
-
-
-def _is_special(path: Path, folder: Path) -> bool:
-    """Whether it lies in a folder such as __MACOSX; the datasets library leaves these out, too."""
-    return any(part.startswith("__") for part in path.relative_to(folder).parts[:-1])
 
 
 def _suffixes(name: str) -> tuple[str, str]:
@@ -276,8 +239,3 @@ def _loader_of(names: Iterable[str]) -> str:
             " or make dataset a list of data sets with names"
         )
     return str(next(iter(examples)))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 4 else ""
-    return ", ".join(names[:3] if more else names) + more

@@ -5,8 +5,6 @@ import os
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,8 +16,8 @@ _LOOK_S = 3.5
 """How long a name may take to resolve; the connection itself has the library's own time-outs."""
 
 
-def load(name: str, config: str | None, revision: str | None) -> tuple[Any, str | None]:
-    """Load a data set by its name on the hub, from the cache where the hub is out of reach.
+def load(name: str, config: str | None, revision: str | None) -> Any:
+    """Load a data set by its name on the hub.
 
     Args:
         name: such as ``Salesforce/wikitext``.
@@ -27,8 +25,7 @@ def load(name: str, config: str | None, revision: str | None) -> tuple[Any, str 
         revision: commit, tag or branch.
 
     Returns:
-        A mapping of splits to data sets, and why they come from the cache if the hub is out of
-        reach.
+        A mapping of splits to data sets.
 
     Raises:
         UserError: no such data set, or no hub.
@@ -39,20 +36,21 @@ def load(name: str, config: str | None, revision: str | None) -> tuple[Any, str 
 
     from ppl_eval.data.table import unwritable
 
-    endpoint = datasets.config.HF_ENDPOINT
-    trouble = None if datasets.config.HF_HUB_OFFLINE else out_of_reach(endpoint)
+    is_online = not datasets.config.HF_HUB_OFFLINE
+    trouble = out_of_reach(datasets.config.HF_ENDPOINT) if is_online else None
     try:
-        with _offline(trouble is not None):
-            return datasets.load_dataset(name, name=config, revision=revision), trouble
+        if trouble:
+            raise OSError(trouble)
+        return datasets.load_dataset(name, name=config, revision=revision)
     except (DatasetsError, OSError, ValueError) as error:
         reason = error if error.__cause__ is None else error.__cause__
         if isinstance(reason, OSError) and reason.errno in _OF_THE_DISK:
             raise UserError(unwritable(reason)) from error
-        said = trouble or " ".join(str(reason).split()).rstrip(".")
         raise UserError(
             f"dataset.source is {name!r}, which is no file or folder here, and the hub does not"
-            f" give it: {said}: for files of your own set dataset.data_files=FILE or"
-            " dataset.source=FOLDER"
+            f" give it: {' '.join(str(reason).split()).rstrip('.')}: for files of your own set"
+            " dataset.data_files=FILE or dataset.source=FOLDER; what was read before is read again"
+            " under HF_HUB_OFFLINE=1"
         ) from error
 
 
@@ -102,20 +100,6 @@ def _refused(host: str, port: int, addresses: list[Any]) -> str | None:
         except OSError as error:
             reason = f"{host}:{port} does not answer ({error.strerror or error})"
     return reason
-
-
-@contextmanager
-def _offline(wanted: bool) -> Iterator[None]:
-    """The datasets library takes what it has cached, and asks nobody."""
-    import datasets
-    import datasets.config
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or wanted
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
 
 
 def download(names: list[str]) -> tuple[list[str], list[str]]:

@@ -12,10 +12,11 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from ppl_eval.errors import UserError
 from ppl_eval.model import adapter_config, adapter_files
-from ppl_eval.model.adapter_files import Contents, Matrices, some
+from ppl_eval.model.adapter_files import Contents, Matrices
 from ppl_eval.model.folder import has_adapter
 from ppl_eval.model.low_rank import LowRank
 from ppl_eval.parallel.adapted import AdaptedLinear
+from ppl_eval.plural import some
 
 _HEAD = "output"
 

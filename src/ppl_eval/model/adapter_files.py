@@ -12,8 +12,8 @@ import torch
 from ppl_eval.errors import UserError
 from ppl_eval.model.convert import Convert, convert_one, converter
 from ppl_eval.model.source import FileSource
+from ppl_eval.plural import some
 
-LISTED = 5
 _PEFT_NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\."
     r"(?P<part>lora_A(?=\.weight$)|lora_B(?=\.weight$)|lora_magnitude_vector)(?:\.weight)?"
@@ -150,12 +150,6 @@ def hugging_face_conversion(
     if exported and node.get("model_type") == "QWEN2":
         node["model_type"] = "LLAMA3"
     return lambda columns: converter(node, {**sizes, **config}, columns=columns)
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

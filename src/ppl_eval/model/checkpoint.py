@@ -1,7 +1,7 @@
 """The checkpointer section: which files it means, what identifies them, and how to read them."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ from ppl_eval.model.config_json import ModelConfig
 from ppl_eval.model.convert import Convert, converter, layout_of
 from ppl_eval.model.folder import check_shards, find_weight_files, need_folder
 from ppl_eval.model.source import DistributedSource, FileSource, Source, StateSource
-
-_LISTED = 5
-
+from ppl_eval.plural import some
 
 _OF_TRAINING = (
     "adapter_checkpoint",
@@ -79,7 +77,7 @@ def weight_files(node: Mapping[str, Any]) -> list[Path]:
     paths = [folder / name for name in compat.file_names(files)]
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
-        raise UserError(f"{folder} lacks weight files that are asked for: {_some(absent)}")
+        raise UserError(f"{folder} lacks weight files that are asked for: {some(absent)}")
     check_shards([path.name for path in paths])
     for path in paths:
         refuse_lfs_pointer(path)
@@ -156,7 +154,3 @@ def distributed_folder(node: Mapping[str, Any]) -> Path | None:
             f"{folder} holds no distributed checkpoint: no .metadata, and no dist_epoch_N with one"
         )
     return max(epochs, key=lambda path: int(path.name.rsplit("_", 1)[-1]))
-
-
-def _some(names: Sequence[str]) -> str:
-    return "; ".join(names[:_LISTED]) + ("; ..." if len(names) > _LISTED else "")

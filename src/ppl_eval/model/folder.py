@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ppl_eval.errors import UserError
 from ppl_eval.files import refuse_lfs_pointer
+from ppl_eval.plural import some
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
@@ -65,9 +66,8 @@ def check_shards(names: Sequence[str]) -> None:
         ]
         absent = [one for one in every if one not in names]
         if absent:
-            more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
             raise UserError(
-                f"{name} is one of {total} files of a model, and {', '.join(absent[:5])}{more}"
+                f"{name} is one of {total} files of a model, and {some(absent)}"
                 f" {'is' if len(absent) == 1 else 'are'} missing: is the download complete?"
             )
 
@@ -142,10 +142,8 @@ def _advice(folder: Path) -> str:
 
 
 def _incomplete(index: Path, absent: list[str]) -> UserError:
-    more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
     return UserError(
-        f"{index} names files that are not there: {', '.join(absent[:5])}{more}:"
-        " is the download complete?"
+        f"{index} names files that are not there: {some(absent)}: is the download complete?"
     )
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -17,8 +17,8 @@ from ppl_eval.model.convert import Convert, convert_one
 from ppl_eval.model.low_rank import LowRank, dora_scale_shard, merged_shard
 from ppl_eval.model.source import DistributedSource, Source
 from ppl_eval.parallel.adapted import local_part
+from ppl_eval.plural import some
 
-_LISTED = 5
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
 _ADAPTED = ("lora_a.weight", "lora_b.weight", "dora_scale")
 
@@ -96,7 +96,7 @@ def check_names(
         ("unknown to the model", unknown),
         ("of another shape", differing),
     )
-    problems = [f"{len(names)} {what}: {_some(names)}" for what, names in found if names]
+    problems = [f"{len(names)} {what}: {some(names, 5, '; ')}" for what, names in found if names]
     if problems:
         raise UserError(
             f"checkpoint and model do not match: {' | '.join(problems)}: {_advice(source, layout)}"
@@ -143,7 +143,7 @@ def load(
         compat.rebuild_rope(model)
     unset = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
     if unset:
-        raise RuntimeError(f"no value for {_some(unset)}")
+        raise RuntimeError(f"no value for {some(unset)}")
 
 
 def _read_in_turn(
@@ -327,7 +327,3 @@ def _layout_by_names(names: Mapping[str, object]) -> str | None:
         if any(mark in name for name in names):
             return layout
     return None
-
-
-def _some(names: Sequence[str]) -> str:
-    return "; ".join(names[:_LISTED]) + ("; ..." if len(names) > _LISTED else "")

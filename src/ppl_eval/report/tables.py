@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ppl_eval.metrics.names import FEWEST_DOCUMENTS
-from ppl_eval.plural import counted
+from ppl_eval.plural import counted, some
 
 WIDTH = 80
 """Columns of a terminal that everything fits into, paths excepted."""
@@ -182,12 +182,13 @@ def describe_run(content: Mapping[str, Any]) -> str:
     protocol, counts, environment = content["protocol"], content["counts"], content["environment"]
     performance, config = content["performance"], content["config"]
     dataset = config["dataset"]
+    files = dataset.get("data_files") or dataset.get("source")
     checkpoint = config["checkpointer"].get("checkpoint_dir", "")
     lines = [
         ("model", f"{config['model']['_component_']} {checkpoint}".rstrip() + _adapted(config)),
         (
             "text",
-            _some_of(dataset.get("data_files") or dataset.get("source"))
+            some([files] if isinstance(files, str) else [*(files or [])], 2)
             or ", ".join(dataset.get("corpora", ()))
             or dataset["_component_"],
         ),
@@ -272,12 +273,6 @@ def describe_workload(workload: Any, mesh: str, num_ranks: int) -> str:
 def padding(workload: Any) -> float:
     """Share of the input positions that hold no token."""
     return float(1 - workload.windows.num_inputs.sum() / workload.plan.num_positions.sum())
-
-
-def _some_of(files: Any) -> str:
-    if isinstance(files, list):
-        return ", ".join(files[:2]) + (f" and {len(files) - 2} more" if len(files) > 2 else "")
-    return files or ""
 
 
 def describe_protocol(protocol: Mapping[str, Any]) -> str:
