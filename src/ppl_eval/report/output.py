@@ -6,13 +6,10 @@ import json
 import logging
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ppl_eval.errors import UserError
 
@@ -76,9 +73,8 @@ class OutputFolder:
         """Write files whole, then put them in the place of an earlier run's, results.json last.
 
         A file that cannot be written (a full disk) is left out; the others are published without
-        it. The earlier run's results.json goes first: while files are moved, and if the process
-        ends there, the folder has none, rather than one that disagrees with the files beside it.
-        Ctrl-C and SIGTERM end the writing, with nothing published; moving is finished first.
+        it. The earlier run's results.json goes first: wherever the process ends, the folder has
+        none, rather than one that disagrees with the files beside it.
 
         Args:
             writers: name of a file -> what writes it to a path; the most important first.
@@ -89,18 +85,11 @@ class OutputFolder:
         Raises:
             UserError: an earlier file cannot be replaced. The new ones are kept in another folder.
         """
-        with _on_signals(_interrupt):
-            try:
-                missing = self._write(writers)
-            except BaseException:
-                self.close()
-                raise
-        waiting: list[int] = []
-        with _on_signals(lambda number, _: waiting.append(number)):
+        try:
+            missing = self._write(writers)
             self._replace()
+        finally:
             self.close()
-        for number in waiting[:1]:
-            os.kill(os.getpid(), number)
         if self._earlier is not None and len(missing) < len(writers):
             logger.info("replaced the results of an earlier run (%s)", self._earlier[1])
         if not missing:
@@ -142,11 +131,8 @@ class OutputFolder:
                 (self._unfinished / name).rename(self.path / name)
         except OSError as error:
             kept = self.path / f"results_{datetime.now():%Y-%m-%d_%H-%M-%S}"
-            kept.mkdir()
-            for name in complete:
-                if (self._unfinished / name).exists():
-                    (self._unfinished / name).rename(kept / name)
-            self.close()
+            self._unfinished.rename(kept)
+            (kept / "lock").unlink()
             raise UserError(
                 f"{error.filename} cannot be replaced ({_reason(error)});"
                 f" the new files are in {kept}"
@@ -207,21 +193,3 @@ def _num_scored_and_description(results: Path) -> tuple[int, str] | None:
 
 def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def _on_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Give Ctrl-C and SIGTERM another meaning for the length of a block."""
-    if threading.current_thread() is not threading.main_thread():  # only there they arrive
-        yield
-        return
-    before = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
