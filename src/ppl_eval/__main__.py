@@ -10,6 +10,6 @@ from ppl_eval.shipped import recipe_path
 # what is wrong with the command line is told before the recipe imports torch; several ranks need
 # torch to agree on who tells it
 if launch.Ranks.from_env().world_size == 1:
-    launch.guarded(lambda: config.load_for_run(sys.argv[1:]) and None)
+    launch.guarded(lambda: config.load_for_run(sys.argv[1:]))
 
 runpy.run_path(str(recipe_path()), run_name="__main__")

@@ -13,7 +13,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,10 +21,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppl_eval import __version__, complete, components, launch, limits, overrides, paths, shipped
+from ppl_eval import __version__, complete, components, launch, limits, overrides, shipped
+from ppl_eval.data.corpus import check_files
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
 from ppl_eval.hints import HINTS, of_torchtune
+from ppl_eval.model.folder import need_folder
 from ppl_eval.schema import EvalConfig
 
 _DEFAULT_LOGGER = "torchtune.training.metric_logging.DiskLogger"
@@ -104,7 +106,19 @@ def load_for_run(args: Sequence[str]) -> EvalConfig:
         UserError: also what is wrong with a path.
     """
     config = load(args)
-    paths.check(config)
+    for key, node in (
+        ("checkpoint_dir", config.checkpointer),
+        ("teacher_checkpoint_dir", config.teacher_checkpointer),
+    ):
+        folder = node.get("checkpoint_dir")
+        # a component of one's own may mean something else by it
+        if str(node.get("_component_")).startswith("torchtune.") and isinstance(folder, str):
+            need_folder(folder, key)
+    if config.adapter.dir is not None:
+        need_folder(config.adapter.dir, "adapter.dir")
+    for node in (config.dataset, *config.dataset.get("corpora", {}).values()):
+        if node["_component_"] == "ppl_eval.data.text_corpus":
+            check_files(node)
     return config
 
 
@@ -151,7 +165,11 @@ def to_config(content: dict[str, Any], spelled: Mapping[str, str] | None = None)
     if content.get("fail_if", {}) is None:
         content["fail_if"] = {}
     _check_keys(content, EvalConfig)
-    _check_leaves(content)
+    for key, value in _leaves(content):
+        if value == "???":
+            raise UserError(f"{key} is ???, a value that is still to be set: write {key}=VALUE")
+        if known_keys().get(key) in (str, str | None) and isinstance(value, bool | int | float):
+            raise UserError(f"{key} is {value!r}, but it is text: put it in quotes")
     if isinstance(content.get("dataset"), list):
         content["dataset"] = _named(content["dataset"])
     if content.get("metric_logger", {}) == {}:
@@ -201,15 +219,13 @@ def _expand_home(node: Any) -> Any:
     return os.path.expanduser(node) if is_path else node
 
 
-def _check_leaves(node: Any, key: str = "") -> None:
-    """No value is still to be set, and text in the file is text."""
-    if isinstance(node, dict | list):
-        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-            _check_leaves(value, f"{key}.{name}" if key else str(name))
-    elif node == "???":
-        raise UserError(f"{key} is ???, a value that is still to be set: write {key}=VALUE")
-    elif known_keys().get(key) in (str, str | None) and isinstance(node, bool | int | float):
-        raise UserError(f"{key} is {node!r}, but it is text: put it in quotes")
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no mapping and no list."""
+    if not isinstance(node, dict | list):
+        yield key, node
+        return
+    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+        yield from _leaves(value, f"{key}.{name}" if key else str(name))
 
 
 def _named(datasets: list[Any]) -> dict[str, Any]:
@@ -311,8 +327,11 @@ def _check_values(config: EvalConfig) -> None:
     at_least("bootstrap.seed", config.bootstrap.seed, 0)
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
-    config.fail_if = limits.limits(config.fail_if, config.protocol.name)
-    _check_finite(dataclasses.asdict(config), "")
+    config.fail_if = dict(_leaves(config.fail_if))
+    limits.check_limits(config.fail_if, config.protocol.name)
+    for key, value in _leaves(dataclasses.asdict(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key} is {value}, but it is a finite number")
 
 
 def _check_teacher(config: EvalConfig) -> None:
@@ -334,11 +353,3 @@ def _check_teacher(config: EvalConfig) -> None:
         raise UserError(
             f"{asked[0]} is set, but there is no teacher: set teacher_checkpoint_dir=DIR"
         )
-
-
-def _check_finite(node: Any, key: str) -> None:
-    if isinstance(node, dict):
-        for name, value in node.items():
-            _check_finite(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, float) and not math.isfinite(node):
-        raise UserError(f"{key} is {node}, but it is a finite number")

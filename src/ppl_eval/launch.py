@@ -59,7 +59,7 @@ def set_log_level(level: str) -> None:
     logger.setLevel(level if Ranks.from_env().rank == 0 or level == "DEBUG" else logging.ERROR)
 
 
-def guarded(main: Callable[[], None], *, alone: bool = False) -> None:
+def guarded(main: Callable[[], object], *, alone: bool = False) -> None:
     """Run ``main`` and turn any exception into one message and a non-zero exit of this process.
 
     A :class:`UserError` is shown as a sentence, anything else as a traceback, in both cases only by

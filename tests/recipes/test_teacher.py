@@ -384,7 +384,7 @@ REFUSED = {
     ),
     "a limit without a section": (
         [*PAIR, "fail_if.teacher.token_perplexity=2"],
-        "but of a teacher it is teacher.metrics.NAME",
+        "or teacher.metrics.NAME; did you mean teacher.metrics.token_perplexity?",
     ),
     "dtype": ([*PAIR, "teacher_dtype=int4"], "teacher_dtype is 'int4', but it is one of None, "),
     "rounded logits": ([*PAIR, "logits_dtype=model"], "but beside a teacher logits are fp32"),
