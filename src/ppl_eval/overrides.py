@@ -1,7 +1,6 @@
 """``key=value`` and ``~key``: what a command line changes in a config file's content."""
 
 import difflib
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +100,7 @@ def _read(argument: str, text_keys: Collection[str]) -> _Override:
         raise UserError(
             f"{argument} gives no value: write {key}=null for none, or {key}=\"''\" for empty text"
         )
-    path = tuple(re.sub(r"\[(\d+)\]", r".\1", key).split("."))
+    path = tuple(key.split("."))
     value = _text(spelled) if key in text_keys else _value(spelled, argument)
     if len(path) == 1 and key in _SECTIONS and isinstance(value, str) and "${" not in value:
         path = (key, "_component_")
@@ -150,32 +149,18 @@ def _set(content: dict[str, Any], override: _Override) -> None:
     *parents, last = override.path
     node: Any = content
     for number, part in enumerate(parents):
-        if isinstance(node, dict) and node.get(part) is None:
-            node[part] = {}
-        node = _inside(node, part, override, number)
-    if isinstance(node, dict):
-        node[last] = override.value
-    else:
-        _inside(node, last, override, len(parents))
-        node[int(last)] = override.value
-
-
-def _inside(node: Any, part: str, override: _Override, depth: int) -> Any:
-    where = ".".join(override.path[:depth])
-    if isinstance(node, list):
-        if part.isdigit() and int(part) < len(node):
-            return node[int(part)]
-        raise UserError(
-            f"{override.argument}: {where} is a list of {len(node)}: write {where}.0."
-            f"{'.'.join(override.path[depth:])}, or give the whole list"
-        )
-    inner = node.get(part)
-    if not isinstance(inner, dict | list):
-        raise UserError(
-            f"{override.argument}: {'.'.join(override.path[: depth + 1])} is {inner!r}, not a"
-            " mapping of keys"
-        )
-    return inner
+        inner = node.get(part)
+        if inner is None:
+            inner = node[part] = {}
+        if not isinstance(inner, dict):
+            where = ".".join(override.path[: number + 1])
+            what = f"a list of {len(inner)}" if isinstance(inner, list) else repr(inner)
+            raise UserError(
+                f"{override.argument}: {where} is {what}, not a mapping of keys: give the whole of"
+                f" {where}"
+            )
+        node = inner
+    node[last] = override.value
 
 
 def _remove(content: dict[str, Any], override: _Override, present: set[tuple[str, ...]]) -> None:
