@@ -103,9 +103,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
             logger.info(note)
         for warning in self.ready.warnings:
             logger.warning("warning: %s", warning)
-        for line in tables.describe_workload(
-            self.workload, str(self.dims), self.dims.batch_size
-        ).split("\n"):
+        for line in tables.describe_workload(self.workload, str(self.dims), self.dims.batch_size):
             logger.info(line)
         if self.ranks.rank == 0:
             self.output.warn_if_smaller(int(self.workload.windows.num_scored.sum()))
@@ -131,10 +129,6 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 num_scored, self.metric_logger, cfg.log_every_n_steps, cfg.log_every_s
             )
 
-        def on_step(progress: evaluation.Progress) -> None:
-            if bar is not None:
-                bar.update(progress)
-
         records = TokenRecords() if cfg.save_tokens else None
         with self.timer.phase("evaluate"):
             result = evaluation.run(
@@ -148,7 +142,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 fp32_logits=cfg.logits_dtype == "fp32",
                 records=records,
                 noise_floor=cfg.noise_floor,
-                on_step=on_step,
+                on_step=None if bar is None else bar.update,
                 check_every=cfg.log_every_n_steps,
             )
         peak = peak_memory_gib(self.device, process_group.world())

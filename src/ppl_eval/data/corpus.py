@@ -66,13 +66,14 @@ def text_corpus(
     source = source and os.path.expanduser(source)
     with _quiet_datasets():
         local = _local(source, data_files, name, revision)
+        if unit is not None and not (isinstance(local, Files) and local.loader == "text"):
+            rows = local.name if isinstance(local, Files) else local or source
+            raise UserError(
+                f"dataset.unit is {unit!r}, but it is for .txt files: {rows} has rows, which are"
+                " the documents"
+            )
         if isinstance(local, Files):
             return _of_files(local, split, Wanted(column, domain_column, unit))
-        if unit is not None:
-            raise UserError(
-                f"dataset.unit is {unit!r}, but it is for .txt files: {local or source} has rows,"
-                " which are the documents"
-            )
         if local is not None:
             origin, splits = str(local), _saved(local)
         else:
@@ -215,12 +216,6 @@ def _is_local(source: str) -> bool:
 def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
     from ppl_eval.data import table
 
-    loaders = {file.loader for files in found.splits.values() for file in files}
-    if wanted.unit is not None and loaders != {"text"}:
-        raise UserError(
-            f"dataset.unit is {wanted.unit!r}, but it is for .txt files: {found.name} has rows,"
-            " which are the documents"
-        )
     parts = _parts(dict.fromkeys(found.splits, 10**9), split, found.name)
     tables = table.of_files({name: found.splits[name] for name, _, _ in parts}, wanted)
     notes = []
@@ -230,7 +225,7 @@ def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
             f" {some(found.left_out, 3)}"
         )
     rows = _choose(tables, split, found.name)
-    if wanted.unit is None and loaders == {"text"}:
+    if wanted.unit is None and found.loader == "text":
         notes.append(
             f"{found.name} is read by line: {counted(len(rows), 'document')};"
             " dataset.unit=paragraph or dataset.unit=file reads it otherwise"

@@ -64,11 +64,13 @@ class Files:
 
     Attributes:
         name: as errors call them together.
+        loader: of each of them.
         splits: name of a split -> its files, in the order in which they are read.
         left_out: files of the folder that are in no split.
     """
 
     name: str
+    loader: str
     splits: Mapping[str, tuple[File, ...]]
     left_out: tuple[str, ...] = ()
 
@@ -143,7 +145,7 @@ def named(names: Sequence[str], paths: Sequence[str], loader: str | None) -> Fil
         raise UserError(f"dataset.data_files names {repeated[0]} twice: name each file once")
     loader = loader or _loader_of(names)
     files = tuple(File(n, Path(p), loader) for n, p in zip(names, paths, strict=True))
-    return Files(some(names, 3), {"train": files})
+    return Files(some(names, 3), loader, {"train": files})
 
 
 def of_folder(folder: Path, loader: str | None = None) -> Files:
@@ -185,6 +187,7 @@ def of_folder(folder: Path, loader: str | None = None) -> Files:
     kind = loader or _loader_of([str(path) for path in sorted(chosen)])
     return Files(
         str(folder),
+        kind,
         {split: tuple(File(str(p), p, kind) for p in found) for split, found in splits.items()},
         tuple(str(path) for path in known if path not in chosen),
     )

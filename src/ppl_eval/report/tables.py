@@ -253,7 +253,7 @@ def _adapted(config: Mapping[str, Any]) -> str:
     return "" if adapter["dir"] is None else f", adapter {adapter['dir']} ({how})"
 
 
-def describe_workload(workload: Any, mesh: str, num_ranks: int) -> str:
+def describe_workload(workload: Any, mesh: str, num_ranks: int) -> list[str]:
     """How much is about to run, in two lines.
 
     Args:
@@ -262,12 +262,12 @@ def describe_workload(workload: Any, mesh: str, num_ranks: int) -> str:
         num_ranks: data-parallel ranks.
     """
     windows, plan, corpus = workload.windows, workload.plan, workload.corpus
-    return (
+    return [
         f"{counted(len(corpus.documents), 'document')},"
         f" {counted(corpus.num_tokens.sum(), 'token')}: {counted(len(windows), 'window')} in"
-        f" {counted(len(plan.batches), 'batch')} ({padding(workload):.1%} padding)\n"
-        f"{counted(plan.num_steps(num_ranks), 'step')} on {mesh}"
-    )
+        f" {counted(len(plan.batches), 'batch')} ({padding(workload):.1%} padding)",
+        f"{counted(plan.num_steps(num_ranks), 'step')} on {mesh}",
+    ]
 
 
 def padding(workload: Any) -> float:

@@ -1,6 +1,6 @@
 """Parquet, Arrow and Feather: only the wanted columns are read, whatever their types."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ppl_eval.data.columns import as_text, is_text
@@ -65,7 +65,7 @@ def _check_rows(file: File, table: Any, names: Sequence[str | None], start: int)
             )
 
 
-_Batches = Callable[[list[str]], Iterator[Any]]
+_Batches = Callable[[list[str]], Iterable[Any]]
 
 
 def _parquet(file: File) -> tuple[Any, _Batches]:
@@ -82,19 +82,8 @@ def _arrow(file: File) -> tuple[Any, _Batches]:
     content = _seekable(file)
     is_file = bytes(content.read(6)) == b"ARROW1"
     content.seek(0)
-    if is_file:
-        reader = pa.ipc.open_file(content)
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-    else:
-        reader = pa.ipc.open_stream(content)
-        batches = iter(reader)
-
-    def selected(names: list[str]) -> Iterator[Any]:
-        for batch in batches:
-            for begin in range(0, len(batch), _BATCH_ROWS):
-                yield batch.select(names).slice(begin, _BATCH_ROWS)
-
-    return reader.schema, selected
+    table = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(content).read_all()
+    return table.schema, lambda names: table.select(names).to_batches(_BATCH_ROWS)
 
 
 def _seekable(file: File) -> Any:

@@ -5,7 +5,6 @@ import codecs
 import gzip
 import io
 import lzma
-import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,14 +67,11 @@ def decoded(file: File) -> Iterator[tuple[int, str]]:
                 ) from error
 
 
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-
-
 def lines_of(file: File) -> Iterator[tuple[int, str]]:
     """As :func:`decoded`, where a carriage return alone ends a line, too."""
     for number, text in decoded(file):
         if "\r" in text:
-            yield from ((number, line) for line in _LINE.findall(text))
+            yield from ((number, line) for line in io.StringIO(text, newline=""))
         else:
             yield number, text
 
