@@ -75,31 +75,20 @@ def out_of_reach(address: str) -> str | None:
 
     def look() -> None:
         try:
-            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+            socket.getaddrinfo(host, port)
+            found["reason"] = None
+            socket.create_connection((host, port), timeout=_LOOK_S).close()
+        except socket.gaierror as error:
             found["reason"] = f"the name {host} does not resolve ({error.strerror or error})"
-            return
-        found["reason"] = None
-        found["reason"] = _refused(host, port, [entry[4] for entry in addresses])
+        except TimeoutError:
+            pass
+        except OSError as error:
+            found["reason"] = f"{host}:{port} does not answer ({error.strerror or error})"
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(_LOOK_S)
     return found["reason"]
-
-
-def _refused(host: str, port: int, addresses: list[Any]) -> str | None:
-    """Why none of the addresses takes a connection; None if one does or is slow."""
-    reason = None
-    for address in addresses:
-        try:
-            socket.create_connection(address[:2], timeout=_LOOK_S).close()
-            return None
-        except TimeoutError:
-            return None
-        except OSError as error:
-            reason = f"{host}:{port} does not answer ({error.strerror or error})"
-    return reason
 
 
 def download(names: list[str]) -> tuple[list[str], list[str]]:

@@ -147,22 +147,16 @@ def _lock(folder: Path) -> IO[bytes]:
     Raises:
         BlockingIOError: another process has it.
     """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("ab")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            file.close()
-            raise BlockingIOError from error
-        except OSError:
-            return file
-        try:
-            if os.path.samestat(os.fstat(file.fileno()), (folder / "lock").stat()):
-                return file
-        except FileNotFoundError:
-            pass
-        file.close()  # its owner has removed it meanwhile
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("ab")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        raise BlockingIOError from error
+    except OSError:
+        pass
+    return file
 
 
 def _is_ours(file: Path) -> bool:
