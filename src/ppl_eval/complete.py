@@ -4,6 +4,7 @@ from typing import Any
 
 from ppl_eval import components
 from ppl_eval.errors import UserError
+from ppl_eval.model import auto
 from ppl_eval.schema import TEACHER_COMPONENTS, EvalConfig
 
 _FOUND_LATER = ("checkpoint_files", "output_dir")
@@ -56,32 +57,22 @@ def teacher_from_folder(config: EvalConfig) -> None:
 
 
 def _fill_in(config: EvalConfig, folder: str, keys: tuple[str, ...], name: str) -> None:
-    open_ones = [key for key in keys if "_component_" not in getattr(config, key)]
-    lacking = [key for key in keys if key not in open_ones and _lacks(getattr(config, key), key)]
-    for wanted in (open_ones, lacking):
-        found = _said(folder, wanted, name, needed=wanted is open_ones)
-        for key in wanted if found else ():
-            given, said = getattr(config, key), found[key.removeprefix("teacher_")]
-            said = said if wanted is open_ones else _suited(said, given, key, folder)
-            setattr(config, key, {**said, **given})
-
-
-def _said(folder: str, keys: list[str], name: str, *, needed: bool) -> dict[str, dict[str, Any]]:
-    """What the folder says of these sections; empty if it says nothing and need not."""
-    if not keys:
-        return {}
-    from ppl_eval.model import auto
-
-    try:
-        return auto.sections(folder) if "tokenizer" in keys else auto.model_sections(folder, name)
-    except UserError:  # what the component lacks says more
-        if needed:
-            raise
-        return {}
-
-
-def _lacks(node: dict[str, Any], key: str) -> list[str]:
-    return [name for name in components.lacks(node, key) if name not in _FOUND_LATER]
+    for key in keys:
+        given = getattr(config, key)
+        is_open = "_component_" not in given
+        if not is_open and set(components.lacks(given, key)) <= set(_FOUND_LATER):
+            continue
+        try:
+            found = (
+                auto.sections(folder) if key == "tokenizer" else auto.model_sections(folder, name)
+            )
+        except UserError:
+            if is_open:
+                raise
+            continue  # the check of the component will say what it lacks
+        said = found[key.removeprefix("teacher_")]
+        said = said if is_open else _suited(said, given, key, folder)
+        setattr(config, key, {**said, **given})
 
 
 def _suited(said: dict[str, Any], given: dict[str, Any], key: str, folder: str) -> dict[str, Any]:
