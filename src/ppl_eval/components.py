@@ -163,13 +163,13 @@ def build(node: Mapping[str, Any], key: str, **more: Any) -> Any:
 
 @contextmanager
 def silent_destruction(error: BaseException) -> Iterator[None]:
-    """Destroy what the failed calls still hold; a ``__del__`` that fails as well says nothing.
+    """Free the objects that failed calls have made, without a message if that fails as well.
 
     torchtune's loggers close in ``__del__`` what a failed ``__init__`` did not open, and Python
     then prints a second traceback.
 
     Args:
-        error: what they raised; it keeps its traceback and loses their variables.
+        error: what the calls raised; its traceback stays, without their local variables.
     """
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:

@@ -17,7 +17,8 @@ from ppl_eval.data.formats import Wanted, read
 from ppl_eval.errors import UserError
 
 _READING = 1
-"""Counted up when the same files are read into other rows; tables of before are not used then."""
+"""To be counted up by a change that makes other rows of the same files: older tables in the cache
+are then left alone."""
 
 
 class _TextBuilder(datasets.ArrowBasedBuilder):

@@ -12,7 +12,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device_type(name: str | None) -> str:
-    """``cpu`` or ``cuda``: what a device called ``name`` is; of None the best there is."""
+    """``cpu`` or ``cuda``: the type of the device ``name``; for None, the best of this machine."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name.partition(":")[0]

@@ -1,4 +1,4 @@
-"""torchtune's metric logger of a config, at arm's length."""
+"""The config's metric logger; its failure ends no run."""
 
 import logging
 from collections.abc import Mapping

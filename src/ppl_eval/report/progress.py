@@ -40,7 +40,7 @@ class _Display:
 
     Args:
         every_s: seconds between two lines.
-        after_s: seconds before the bar is drawn, and before the first line if lines are rarer.
+        after_s: seconds before the bar is drawn; the first line comes no later.
     """
 
     def __init__(self, every_s: float, after_s: float | None = None) -> None:
@@ -133,7 +133,7 @@ class TokenisingProgress:
     """How far rank 0 is with its share of the documents, if that takes more than 10 s.
 
     Args:
-        every_s: seconds between two lines in the log; fewer than 10 also before the first.
+        every_s: seconds between two lines in the log; the first comes after at most 10.
     """
 
     def __init__(self, every_s: float) -> None:

@@ -185,7 +185,7 @@ class Totals:
     def has_few_words(self) -> bool:
         """Whether white space does not separate words, as in Chinese: below one in 20 characters.
 
-        A word perplexity is then that of a paragraph.
+        What counts as a word is then a sentence or more, and its perplexity says nothing.
         """
         return 20 * self.num_words < self.num_characters
 

@@ -19,7 +19,7 @@ _HEAD = 1024
 
 @contextmanager
 def named(file: File) -> Iterator[None]:
-    """What the file system, a decompressor or Arrow says of the file, in one sentence."""
+    """Errors of the file system, a decompressor or Arrow become a sentence that names the file."""
     import pyarrow as pa
 
     try:
