@@ -584,7 +584,9 @@ def test_without_a_hub_the_cache_is_read_on_request(hub, hf_cache, monkeypatch):
     Generator(
         generator=rows, config_id="default", dataset_name="set", repo_id="mine/set", hash="a"
     ).download_and_prepare()
-    with pytest.raises(UserError, match="does not answer .* read again under HF_HUB_OFFLINE=1"):
+    with pytest.raises(
+        UserError, match="does not answer .* HF_HUB_OFFLINE=1 reads what was fetched"
+    ):
         hub("http://127.0.0.1:9")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     corpus = text_corpus("mine/set")

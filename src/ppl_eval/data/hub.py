@@ -1,4 +1,4 @@
-"""Data sets of a hub: is it there at all, and what does it say."""
+"""Data sets and files that lie on a hub or another server."""
 
 import errno
 import os
@@ -46,11 +46,11 @@ def load(name: str, config: str | None, revision: str | None) -> Any:
         reason = error if error.__cause__ is None else error.__cause__
         if isinstance(reason, OSError) and reason.errno in _OF_THE_DISK:
             raise UserError(unwritable(reason)) from error
+        fetched = "; HF_HUB_OFFLINE=1 reads what was fetched before" if trouble else ""
         raise UserError(
             f"dataset.source is {name!r}, which is no file or folder here, and the hub does not"
             f" give it: {' '.join(str(reason).split()).rstrip('.')}: for files of your own set"
-            " dataset.data_files=FILE or dataset.source=FOLDER; what was read before is read again"
-            " under HF_HUB_OFFLINE=1"
+            f" dataset.data_files=FILE or dataset.source=FOLDER{fetched}"
         ) from error
 
 
@@ -111,11 +111,11 @@ def download(names: list[str]) -> tuple[list[str], list[str]]:
     found: list[str] = []
     for name in names:
         web = datasets.config.HF_ENDPOINT if name.startswith("hf://") else name
-        if not datasets.config.HF_HUB_OFFLINE and web.startswith(("http://", "https://")):
-            trouble = out_of_reach(web)
-            if trouble:
-                raise UserError(f"dataset.data_files: {name} cannot be fetched: {trouble}")
+        is_asked = web.startswith(("http://", "https://")) and not datasets.config.HF_HUB_OFFLINE
+        trouble = out_of_reach(web) if is_asked else None
         try:
+            if trouble:
+                raise OSError(trouble)
             found += resolve_pattern(name, os.sep) if "://" in name else [name]
         except (OSError, ValueError) as error:
             raise UserError(_not_fetched(name, error)) from error
