@@ -9,11 +9,9 @@ from typing import Any
 
 from ppl_eval.data.files import File
 from ppl_eval.data.formats.arrow_tables import arrow_tables
-from ppl_eval.data.formats.csv_rows import csv_rows
-from ppl_eval.data.formats.json_rows import json_rows
+from ppl_eval.data.formats.lines import csv_rows, json_rows, need_no_unit, text_rows
 from ppl_eval.data.formats.rows import UNITS, Seen, Wanted, listed, tables
 from ppl_eval.data.formats.stream import check_content, named
-from ppl_eval.data.formats.text_rows import need_no_unit, text_rows
 from ppl_eval.errors import UserError
 
 __all__ = ["UNITS", "Wanted", "read"]

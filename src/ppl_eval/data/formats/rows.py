@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from ppl_eval.data.files import File
 from ppl_eval.errors import UserError
+from ppl_eval.plural import some
 
 UNITS = ("line", "paragraph", "file")
 """What may be a document of a .txt file."""
@@ -121,8 +122,7 @@ def no_column(wanted: str, place: str, columns: Iterable[str]) -> NoReturn:
 
 def listed(columns: Iterable[str]) -> str:
     """Names of columns, of the first twenty if there are more."""
-    names = [printable(str(name)) for name in columns]
-    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") or "none"
+    return some([printable(name) for name in columns], 20) or "none"
 
 
 def printable(text: str) -> str:
