@@ -147,8 +147,9 @@ def _loss_warnings(workload: evaluation.Workload) -> Iterator[str]:
     lost = int(workload.corpus.lost_bytes.sum())
     if lost:
         yield (
-            f"the tokenizer has no token for {lost:,} of {workload.corpus.num_bytes.sum():,} bytes"
-            " of the texts: they cost nothing, or an unknown token; do not compare bits per byte"
+            f"the tokenizer has no token for {lost:,} of"
+            f" {counted(workload.corpus.num_bytes.sum(), 'byte')} of the texts: they cost nothing,"
+            " or an unknown token; do not compare bits per byte"
         )
 
 
@@ -160,8 +161,9 @@ def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[
     cut = int((num_tokens >= limit - 1).sum())
     if cut:
         yield (
-            f"{cut:,} of {len(num_tokens):,} samples are as long as tokenizer.max_seq_len={limit}"
-            " allows: the data set cuts there, and what it cut is not counted; set it to null"
+            f"{cut:,} of {counted(len(num_tokens), 'sample')} {'is' if cut == 1 else 'are'} as long"
+            f" as tokenizer.max_seq_len={limit} allows: the data set cuts there, and what it cut is"
+            " not counted; set it to null"
         )
 
 

@@ -701,7 +701,7 @@ def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
     short = "tokenizer.max_seq_len=60"
     code, _, err = tune(short, *instruct(tmp_path, CHAT[:2]))
     assert code == 0
-    assert "1 of 2 samples are as long as tokenizer.max_seq_len=60 allows" in err
+    assert "1 of 2 samples is as long as tokenizer.max_seq_len=60 allows" in err
     both, table = results(), rows()
     assert table[1]["scored_tokens"] == 0
     assert both["counts"]["not_scored"]["empty"] == 1
@@ -722,7 +722,7 @@ def test_a_limit_that_cuts_nothing_changes_nothing(tune, tmp_path):
     for limit in ("null", "8192", "40"):
         code, _, err = tune(f"tokenizer.max_seq_len={limit}", *instruct(tmp_path, CHAT[:1]))
         assert code == 0
-        assert ("samples are as long as" in err) == (limit == "40")
+        assert ("as long as tokenizer.max_seq_len" in err) == (limit == "40")
         found.append((results()["counts"]["scored_tokens"], results()["metrics"]["nll_nats_sum"]))
     assert found[0] == found[1]
     assert found[2][0] < found[0][0]

@@ -132,9 +132,9 @@ def cut(folder):
 @pytest.mark.parametrize(
     ("spoil", "dropped", "message"),
     [
-        (None, [1, 6], "has no layer 6: its 6 layers are 0 to 5"),
+        (None, [1, 6], "has no layer 6: it has 6 layers, from 0"),
         (None, [-1], "has no layer -1"),
-        (None, range(6), "all 6 layers of .* would go: leave at least one"),
+        (None, range(6), "every layer of .* would go: leave at least one"),
         (without_config, [1], "config.json cannot be read"),
         (other_config(num_hidden_layers=None), [1], "has no num_hidden_layers"),
         (other_config(num_hidden_layers=7), [1], "weights of 6 layers, but .* is 7"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from ppl_eval.data.columns import as_text, is_text
 from ppl_eval.errors import UserError
+from ppl_eval.plural import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +273,8 @@ def _as_tokens(number: int, row: Mapping[str, Any]) -> Document:
         counts = ~np.asarray(mask, dtype=bool)
         if counts.shape != tokens.shape:
             raise UserError(
-                f"document {number} has {len(tokens)} tokens and a mask of {len(counts)}: they are"
-                " of one length"
+                f"document {number} has {counted(len(tokens), 'token')} and a mask of"
+                f" {len(counts)}: they are of one length"
             )
     row_id, domain = _own_id(row.get("id")), _own_domain(row.get("domain"))
     return Document("", row_id, domain, tokens, counts)

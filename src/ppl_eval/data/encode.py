@@ -20,6 +20,7 @@ from ppl_eval.data.documents import Document, come_as_tokens
 from ppl_eval.data.tokenizer import TextTokenizer, text_encoder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.reduce import reduce_
+from ppl_eval.plural import counted
 
 _SHARE = 64
 """Documents are dealt to the ranks in runs of this many."""
@@ -84,7 +85,7 @@ class EncodedCorpus:
             for number, ids in zip(missing, encoded, strict=True):
                 if len(ids) != self.num_tokens[number]:
                     raise UserError(
-                        f"document {number} has {len(ids)} tokens on this rank but"
+                        f"document {number} has {counted(len(ids), 'token')} on this rank but"
                         f" {self.num_tokens[number]} on the rank that counted it:"
                         " do all nodes read the same files?"
                     )

@@ -19,6 +19,7 @@ import torch
 from ppl_eval import launch
 from ppl_eval.errors import UserError
 from ppl_eval.model.folder import find_weight_files
+from ppl_eval.plural import counted
 
 _LAYER = re.compile(r"^((?:model\.)?layers\.)(\d+)(\..*)$")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", "adapter_config.json")
@@ -89,11 +90,11 @@ def _kept_layers(teacher: Path, num_layers: int, dropped: Collection[int]) -> li
     absent = sorted(set(dropped) - set(range(num_layers)))
     if absent:
         raise UserError(
-            f"{teacher} has no layer {absent[0]}: its {num_layers} layers are 0 to {num_layers - 1}"
+            f"{teacher} has no layer {absent[0]}: it has {counted(num_layers, 'layer')}, from 0"
         )
     kept = [number for number in range(num_layers) if number not in dropped]
     if not kept:
-        raise UserError(f"all {num_layers} layers of {teacher} would go: leave at least one")
+        raise UserError(f"every layer of {teacher} would go: leave at least one")
     return kept
 
 
@@ -117,8 +118,8 @@ def _new_names(files: list[Path], num_layers: int, kept: list[int]) -> dict[Path
             names.setdefault(path, {})[name] = f"{match[1]}{place[number]}{match[3]}"
     if found != set(range(num_layers)):
         raise UserError(
-            f"{files[0].parent} has weights of {len(found)} layers, but num_hidden_layers is"
-            f" {num_layers} in its config.json: is the download complete?"
+            f"{files[0].parent} has weights of {counted(len(found), 'layer')}, but"
+            f" num_hidden_layers is {num_layers} in its config.json: is the download complete?"
         )
     return names
 
@@ -173,7 +174,7 @@ def main() -> None:
     def run() -> None:
         kept = drop_layers(args.teacher, args.student, args.layers)
         numbers = ", ".join(map(str, kept))
-        print(f"{args.student}: {len(kept)} layers, those that were {numbers}")  # noqa: T201
+        print(f"{args.student}: {counted(len(kept), 'layer')}, those that were {numbers}")  # noqa: T201
 
     launch.guarded(run, alone=True)
 

@@ -12,7 +12,7 @@ import torch
 from ppl_eval.errors import UserError
 from ppl_eval.model.convert import Convert, convert_one, converter
 from ppl_eval.model.source import FileSource
-from ppl_eval.plural import some
+from ppl_eval.plural import counted, some
 
 _PEFT_NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\."
@@ -189,7 +189,7 @@ def _check_parts(path: Path, module: str, parts: Mapping[str, torch.Tensor]) -> 
     if magnitude is not None and magnitude.shape != b.shape[:1]:
         raise UserError(
             f"the magnitude of {module} is {tuple(magnitude.shape)} in {path}, but lora_B has"
-            f" {b.shape[0]} rows"
+            f" {counted(b.shape[0], 'row')}"
         )
 
 
@@ -226,6 +226,6 @@ def _from_peft(
 def _refuse_unknown(path: Path, names: Sequence[str]) -> None:
     if names:
         raise UserError(
-            f"{path} holds {len(names)} tensors that are no LoRA or DoRA matrices of the model's"
-            f" modules: {some(names)}"
+            f"{path} holds {counted(len(names), 'tensor')} that are no LoRA or DoRA matrices of"
+            f" the model's modules: {some(names)}"
         )

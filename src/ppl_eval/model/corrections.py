@@ -14,6 +14,7 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from ppl_eval.errors import UserError
 from ppl_eval.model.config_json import ModelConfig
+from ppl_eval.plural import counted
 from ppl_eval.score.attention import CausalAttention
 from ppl_eval.score.head import CappedHead
 
@@ -53,8 +54,8 @@ def _windows(config: ModelConfig, num_layers: int) -> tuple[int | None, ...]:
         return config.windows
     if any(config.windows):
         raise UserError(
-            f"config.json gives {len(config.windows)} layers a window, but the model section builds"
-            f" {num_layers} layers: make them the same"
+            f"config.json gives {counted(len(config.windows), 'layer')} a window, but the model"
+            f" section builds {counted(num_layers, 'layer')}: make them the same"
         )
     return (None,) * num_layers
 
