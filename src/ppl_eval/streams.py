@@ -24,8 +24,7 @@ def repair() -> None:
     """
     for fd, name, mode in _STREAMS:
         stream = getattr(sys, name)
-        if stream is None:  # the process was started without it
-            _point_to_null(fd, only_if_closed=True)
+        if stream is None:  # the process was started without it; what is opened gets its number
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif mode == "w" and _is_standard(stream, fd):
             setattr(sys, name, _unbreakable(stream, fd, name))
@@ -88,14 +87,7 @@ def _is_standard(stream: Any, fd: int) -> bool:
         return False
 
 
-def _point_to_null(fd: int, *, only_if_closed: bool = False) -> None:
-    if only_if_closed:
-        try:
-            os.fstat(fd)
-        except OSError:
-            pass
-        else:  # another file has this number now
-            return
+def _point_to_null(fd: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     if null != fd:
         os.dup2(null, fd)

@@ -63,7 +63,6 @@ def text_corpus(
         name=name,
         revision=revision,
     )
-    source = source and os.path.expanduser(source)
     with _quiet_datasets():
         local = _local(source, data_files, name, revision)
         if unit is not None and not (isinstance(local, Files) and local.loader == "text"):
@@ -165,7 +164,9 @@ def _local(
     source: str | None, data_files: str | Sequence[str] | None, name: str | None, revision: Any
 ) -> Files | Path | None:
     """Files, a folder that save_to_disk wrote, or None for a data set of a hub."""
-    patterns = [data_files] if isinstance(data_files, str) else list(data_files or [])
+    source = source and os.path.expanduser(source)
+    patterns = [data_files] if isinstance(data_files, str) else data_files or []
+    patterns = [os.path.expanduser(pattern) for pattern in patterns]
     loader = None if source is None else LOADERS.get(source)
     if source is not None and loader is None:
         if patterns:
@@ -182,7 +183,7 @@ def _local(
         raise UserError(f"dataset has {which} and no data_files: set dataset.data_files=FILE")
     else:
         key = "data_files"
-    folder = Path(os.path.expanduser(patterns[0]))
+    folder = Path(patterns[0])
     for argument, value in (("name", name), ("revision", revision)):
         if value is not None:
             raise UserError(

@@ -92,11 +92,10 @@ def expand(pattern: str, key: str) -> list[str]:
     """
     if "://" in pattern:
         return [pattern]
-    path = os.path.expanduser(pattern)
-    if os.path.lexists(path):
-        check_file(path, f"dataset.{key}")
-        return [path]
-    found = sorted(name for name in glob.glob(path, recursive=True) if not os.path.isdir(name))
+    if os.path.lexists(pattern):
+        check_file(pattern, f"dataset.{key}")
+        return [pattern]
+    found = sorted(name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
     if not found:
         what = "file" if key == "data_files" else "file or folder"
         raise UserError(f"dataset.{key} is {pattern!r}, but there is no such {what}")
