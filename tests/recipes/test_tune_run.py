@@ -110,12 +110,15 @@ def test_one_rank_that_breaks_shows_one_traceback(tmp_path):
     """A defect on rank 1 in the middle of a run: its traceback, and none of rank 0's."""
     source = shipped.recipe_path().read_text()
     broken = source.replace(
-        "        def on_step(progress: evaluation.Progress) -> None:\n",
-        "        def on_step(progress: evaluation.Progress) -> None:\n"
-        "            if self.ranks.rank == 1 and progress.step == 2:\n"
-        "                raise RuntimeError('a defect of rank one')\n",
+        "on_step=None if bar is None else bar.update", "on_step=self.break_on_rank_one"
+    ).replace(
+        "    def report(",
+        "    def break_on_rank_one(self, progress):\n"
+        "        if self.ranks.rank == 1 and progress.step == 2:\n"
+        "            raise RuntimeError('a defect of rank one')\n\n"
+        "    def report(",
     )
-    assert broken != source
+    assert broken.count("break_on_rank_one") == 2
     (tmp_path / "broken_recipe.py").write_text(broken)
     done = tune_run("broken_recipe", "--config", "tiny_ppl_eval", cwd=tmp_path, num_processes=2)
     assert done.returncode != 0
