@@ -8,7 +8,7 @@ from torch import nn
 from torchtune.modules import MultiHeadAttention
 
 from ppl_eval.errors import UserError
-from ppl_eval.model.config_json import NOTHING, ModelConfig, read_model_config
+from ppl_eval.model.config_json import NOTHING, ModelConfig, differs, read_model_config
 from ppl_eval.model.convert import layout_of
 
 _CONVERSIONS = {
@@ -50,11 +50,7 @@ def check_against_config(
         )
     for key, stated, built in _pairs(model, config):
         if stated != built and (None in (stated, built) or abs(stated - built) > 1e-6 * stated):
-            raise UserError(
-                f"{folder}/config.json has {key} {stated}, but the model section builds"
-                f" {built}: make the model section describe the checkpoint, or use"
-                " --config auto_ppl_eval, which reads it from config.json"
-            )
+            raise differs(f"{folder}/config.json", key, stated, built)
 
 
 def config_of(checkpointer: Mapping[str, Any]) -> ModelConfig:

@@ -13,7 +13,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from ppl_eval.errors import UserError
-from ppl_eval.model.config_json import ModelConfig
+from ppl_eval.model.config_json import ModelConfig, differs
 from ppl_eval.plural import counted
 from ppl_eval.score.attention import CausalAttention
 from ppl_eval.score.head import CappedHead
@@ -36,7 +36,7 @@ def correct(model: TransformerDecoder, config: ModelConfig) -> None:
         if isinstance(layer.attn, Gemma2Attention):
             own = layer.attn.sliding_window_size
             if window is not None and own not in (None, window):
-                raise _differ("sliding_window", window, own)
+                raise differs("config.json", "sliding_window", window, own)
             layer.attn = _plain_attention(layer.attn, window if config.windows else own)
         elif window is not None:
             layer.attn._attention_call = CausalAttention(window=window)
@@ -58,13 +58,6 @@ def _windows(config: ModelConfig, num_layers: int) -> tuple[int | None, ...]:
             f" section builds {counted(num_layers, 'layer')}: make them the same"
         )
     return (None,) * num_layers
-
-
-def _differ(key: str, stated: Any, built: Any) -> UserError:
-    return UserError(
-        f"config.json has {key} {stated}, but the model section builds {built}: make the model"
-        " section describe the checkpoint, or use --config auto_ppl_eval, which reads config.json"
-    )
 
 
 def _plain_attention(gemma2: Gemma2Attention, window: int | None) -> MultiHeadAttention:
@@ -126,7 +119,9 @@ def _set_rope_scaling(model: TransformerDecoder, config: ModelConfig) -> None:
     for rope in ropes if scaling else ():
         built = getattr(rope, "scale_factor", 1)
         if built != scaling.get("factor", 1) and kind in ("default", "llama3"):
-            raise _differ("factor of its rotary scaling", scaling.get("factor", 1), built)
+            raise differs(
+                "config.json", "factor of its rotary scaling", scaling.get("factor", 1), built
+            )
     if kind == "default":
         return
     if kind != "llama3" or not all(isinstance(rope, Llama3ScaledRoPE) for rope in ropes):
