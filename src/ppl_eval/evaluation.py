@@ -438,14 +438,21 @@ def fit_window(
 
 def window_limit(model: nn.Module) -> int | None:
     """Most tokens that a model reads at once, by torchtune's ``max_seq_len`` or transformers'
-    configuration; None if it does not say."""
-    inner = unwrapped(model)
-    config: Any = getattr(inner, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for owner, name in ((inner, "max_seq_len"), (text, "max_position_embeddings")):
-        limit = getattr(owner, name, None)
-        if isinstance(limit, int) and limit > 0:
-            return limit
+    configuration; None if it does not say. In a module of one's own the model inside says it."""
+    for inner in unwrapped(model).modules():
+        config: Any = getattr(inner, "config", None)
+        is_of_transformers = hasattr(config, "get_text_config")
+        text = config.get_text_config() if is_of_transformers else config
+        for owner, name in (
+            (inner, "max_seq_len"),
+            (text, "max_position_embeddings"),
+            (text, "max_seq_len"),  # MPT's
+        ):
+            limit = getattr(owner, name, None)
+            if isinstance(limit, int) and limit > 0:
+                return limit
+        if is_of_transformers:
+            return None
     return None
 
 
@@ -464,8 +471,11 @@ def check_window(model: nn.Module, max_seq_len: int) -> None:
 
 
 def vocab_size_of(model: nn.Module) -> int | None:
-    """Rows of a decoder's embedding, or None for other modules."""
-    embedding = getattr(unwrapped(model), "tok_embeddings", None)
+    """Rows of the embedding of torchtune's or transformers' model, or None for other modules."""
+    inner = unwrapped(model)
+    embedding = getattr(inner, "tok_embeddings", None)
+    if embedding is None and hasattr(getattr(inner, "config", None), "get_text_config"):
+        embedding = inner.get_input_embeddings()
     return getattr(embedding, "num_embeddings", None)
 
 

@@ -429,6 +429,42 @@ def test_a_window_that_is_not_given_is_the_models_if_that_is_less(caplog):
         evaluate(model, ByteTokenizer(), texts, max_seq_len=49)
 
 
+class Wrapped(torch.nn.Module):
+    """A model in a module of one's own, which says nothing of its window."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens):
+        return getattr(out := self.inner(tokens), "logits", out)
+
+
+def test_a_model_in_a_module_of_ones_own_says_its_window_too(bytes_model):
+    for inner in (transformers_model(48), bytes_model):
+        with pytest.raises(UserError, match="but the model reads at most"):
+            evaluate(Wrapped(inner), ByteTokenizer(), ["a text"], max_seq_len=4096)
+
+
+def test_models_that_call_it_otherwise_or_have_none():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 259, "d_model": 16, "n_layers": 1, "n_heads": 2}
+    model = transformers.MptForCausalLM(transformers.MptConfig(**sizes, max_seq_len=24))
+    result = evaluate(model.eval(), ByteTokenizer(), ["lorem ipsum dolor sit amet " * 3])
+    assert result.workload.protocol.max_seq_len == 24
+    sizes = {"vocab_size": 259, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    unbounded = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).eval()
+    assert evaluate(unbounded, ByteTokenizer(), ["lorem ipsum"]).notes == ()
+
+
+def test_a_token_that_a_transformers_model_does_not_have():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=100, **sizes)).eval()
+    with pytest.raises(UserError, match="document 1 .* 100"):
+        evaluate(model, ByteTokenizer(), ["A", "zebra"])
+
+
 def test_the_shorter_of_two_models_decides(bytes_model):
     """The teacher reads 64 tokens, the student fewer."""
     student = sharp_llama(259, max_seq_len=40)
