@@ -305,7 +305,7 @@ mistakes = {
     ),
     "other heads": (
         ["model.num_heads=4", "model.num_kv_heads=2"],
-        "has num_attention_heads 8, but the model section builds 4",
+        "gives num_attention_heads 8, but the model section builds 4",
     ),
     "another rotary base": (["model.rope_base=500000"], "rope_theta 10000.0, but .* builds 500000"),
     "another epsilon": (["model.norm_eps=0.1"], "rms_norm_eps 1e-05, but .* builds 0.1"),

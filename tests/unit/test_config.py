@@ -288,6 +288,12 @@ def test_a_default_of_another_builder_is_no_guess():
     assert load(args).model["num_layers"] == 6
 
 
+def test_a_builder_that_lacks_what_the_checkpoint_says():
+    """The folder's own word, not what llama3_2 makes of it."""
+    with pytest.raises(UserError, match="has no tie_word_embeddings, but .*=True: take a builder"):
+        load([*TINY, "model=torchtune.models.llama2.llama2"])
+
+
 def test_a_complete_builder_takes_nothing_from_the_folder():
     config = load([*TINY, "model=torchtune.models.llama3_2.llama3_2_1b"])
     assert config.model == {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}

@@ -48,3 +48,12 @@ def test_integers_in_buffers_are_weights_too():
             self.register_buffer("weight", torch.ones(2, 2, dtype=torch.int8))
 
     assert stored_weights(torch.nn.Sequential(Int8Linear())) == StoredWeights({}, 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_weights_that_are_packed_away_are_quantised_too():
+    """torch.ao's dynamic quantisation leaves no parameter to look at."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    dynamic = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    weights = stored_weights(dynamic)
+    assert (weights.linear_layers, weights.quantized_linear_layers) == (2, 2)

@@ -29,7 +29,8 @@ def check_against_config(
     """Compare the model with config.json.
 
     A wrong family, number of heads, rotary base, norm epsilon, tying, soft cap or scale of the
-    attention loads without complaint and gives a wrong loss. Where the family is unknown, what
+    attention loads without complaint and gives a wrong loss; so does a checkpoint with more layers
+    than its config.json has. Where the family is unknown, what
     config.json does not state is taken as it comes.
 
     Args:
@@ -77,6 +78,7 @@ def _pairs(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Any, An
     call = getattr(attention, "_attention_call", None)
     scale = getattr(call, "scale", None)
     built = {
+        "num_hidden_layers": len(getattr(model, "layers", ())) or None,
         "num_attention_heads": getattr(attention, "num_heads", None),
         "num_key_value_heads": getattr(attention, "num_kv_heads", None),
         "rms_norm_eps": getattr(norm, "eps", None),

@@ -162,7 +162,7 @@ def _llama(config: ModelConfig) -> tuple[str, dict[str, Any], str]:
     """(builder, its further arguments, model type of the checkpointer)."""
     factor = config.rope.get("factor")
     if config.values["tie_word_embeddings"]:
-        more = {"scale_factor": factor or 1, "tie_word_embeddings": True}
+        more = {"tie_word_embeddings": True, "scale_factor": factor or 1}
         return "llama3_2", more, "LLAMA3_2"
     if factor is not None:
         return "llama3_1", {"scale_factor": factor}, "LLAMA3"

@@ -142,8 +142,8 @@ NOTHING = ModelConfig(None, {}, {})
 def differs(path: str, key: str, stated: Any, built: Any) -> UserError:
     """The error of a model section that builds another model than its checkpoint's config.json."""
     return UserError(
-        f"{path} has {key} {stated}, but the model section builds {built}: make the model section"
-        " describe the checkpoint, or use --config auto_ppl_eval, which reads config.json"
+        f"{path} gives {key} {stated}, but the model section builds {built}: make the model section"
+        " describe the checkpoint, or {}, which takes everything from config.json"
     )
 
 

@@ -32,11 +32,17 @@ def stored_weights(model: nn.Module) -> StoredWeights:
     for parameter in model.parameters():
         name = str(_stored_dtype(parameter)).removeprefix("torch.")
         parameters[name] = parameters.get(name, 0) + parameter.numel()
-    linear = [module for module in model.modules() if "Linear" in type(module).__name__]
+    linear = [
+        module
+        for module in model.modules()
+        if "Linear" in type(module).__name__ and type(module).__name__ != "LinearPackedParams"
+    ]
     return StoredWeights(parameters, len(linear), sum(map(_is_quantized, linear)))
 
 
 def _is_quantized(module: nn.Module) -> bool:
+    if callable(getattr(module, "weight", None)):  # torch.ao's: LinearPackedParams has it
+        return True
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return any(
         _stored_dtype(tensor) not in _FULL_PRECISION for name, tensor in own if name != "bias"
