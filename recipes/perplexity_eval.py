@@ -116,8 +116,6 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
                 self.device,
                 show_progress=self.ranks.rank == 0 and logger.isEnabledFor(logging.INFO),
             )
-        if self.metric_logger is not None:
-            self.metric_logger.log_config(OmegaConf.structured(cfg))
 
     def evaluate(self) -> None:
         """Score all windows, write and print the results."""
@@ -182,6 +180,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         if tokens is not None:
             writers[TOKENS] = partial(write_tokens, workload=self.workload, records=tokens)
         problem = self.output.publish(writers)
+        self.metric_logger.log_config(OmegaConf.structured(self.cfg))
         metrics = {k: v for k, v in content["metrics"].items() if isinstance(v, float)}
         for name, value in content.get("fidelity", {}).items():
             if isinstance(value, float):

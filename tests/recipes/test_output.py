@@ -88,10 +88,13 @@ def test_an_earlier_runs_files_do_not_stay(tune):
     assert len((OUT / "documents.jsonl").read_text().splitlines()) == 3
     assert f"has the results of a larger run ({larger:,} scored tokens, token ppl " in err
     assert f"replaced the results of an earlier run ({larger:,} scored tokens, token ppl " in err
-    code, _, err = tune("max_documents=3")
+    assert tune("max_documents=2", "fail_if.domains.none.metrics.token_perplexity=1")[0] == 1
+    assert "max_documents: 3" in (OUT / "torchtune_config.yaml").read_text()
+    code, _, err = tune("max_documents=3", "metric_logger=null")
     assert code == 0
     assert "larger" not in err
     assert "replaced the results of an earlier run" in err
+    assert "torchtune_config.yaml" not in names(OUT)
 
 
 def test_what_does_not_fit_on_the_disk_is_named(tune):
@@ -223,9 +226,12 @@ def test_two_runs_and_a_killed_one(tune, tmp_path):
     assert results()["counts"]["documents"] == 3
 
 
-@pytest.mark.parametrize("name", ["results.json", "documents.jsonl", "tokens.parquet"])
+OURS = ["results.json", "documents.jsonl", "tokens.parquet", "torchtune_config.yaml"]
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_other_peoples_files_under_our_names(tune, name):
-    """Such as a corpus called documents.jsonl, with output_dir=."""
+    """Such as a corpus called documents.jsonl, with output_dir=., or the config of a training."""
     Path("mine").mkdir()
     Path("mine", name).write_text('{"text": "a corpus"}\n')
     code, _, err = tune("output_dir=mine")

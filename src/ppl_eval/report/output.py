@@ -16,6 +16,8 @@ from ppl_eval.errors import UserError
 RESULTS = "results.json"
 DOCUMENTS = "documents.jsonl"
 TOKENS = "tokens.parquet"
+CONFIG = "torchtune_config.yaml"
+"""Written by torchtune's metric loggers, which take the name from its recipes."""
 
 logger = logging.getLogger("ppl_eval")
 
@@ -52,7 +54,7 @@ class OutputFolder:
                 f"output_dir is {name}, but nothing can be written there: {_reason(error)}"
             ) from error
         atexit.register(self.close)
-        for file in (RESULTS, DOCUMENTS, TOKENS):
+        for file in (RESULTS, DOCUMENTS, TOKENS, CONFIG):
             if (self.path / file).exists() and not _is_ours(self.path / file):
                 raise UserError(
                     f"output_dir is {name}, whose {file} is not from ppl_eval and would be"
@@ -125,7 +127,7 @@ class OutputFolder:
         if not complete:
             return
         try:
-            for name in (RESULTS, DOCUMENTS, TOKENS):
+            for name in (RESULTS, DOCUMENTS, TOKENS, CONFIG):
                 (self.path / name).unlink(missing_ok=True)
             for name in complete:
                 (self._unfinished / name).rename(self.path / name)
@@ -167,6 +169,8 @@ def _is_ours(file: Path) -> bool:
 
             return "nll_nats" in pq.read_schema(file).names
         with file.open(encoding="utf-8") as text:
+            if file.name == CONFIG:
+                return "\nmax_tokens_per_batch:" in text.read()
             if file.name == DOCUMENTS:
                 return "nll_nats_sum" in json.loads(text.readline())
             return {"schema_version", "counts", "metrics"} <= json.load(text).keys()
