@@ -144,6 +144,8 @@ def _cp(name: str, destination: Path, *, keep: bool, make_parents: bool) -> None
 
 
 def _check(config: str, overrides: Sequence[str], num_processes: int) -> None:
+    if num_processes < 1:
+        raise UserError(f"--num-processes is {num_processes}, but it is at least 1")
     args = ["--config", config, *overrides]
     load_for_run(args)  # a mistake is told before torch is imported
 

@@ -1,5 +1,7 @@
 """What a config's sections leave open is filled in from the checkpoint's folder."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ppl_eval import components
@@ -21,9 +23,10 @@ def from_folder(config: EvalConfig) -> None:
     described = ("model", "checkpointer", "tokenizer")
     open_sections = [key for key in described if "_component_" not in getattr(config, key)]
     if config.checkpoint_dir is None:
-        if len(open_sections) == len(described):
+        if open_sections:
             raise UserError(
-                "checkpoint_dir is not set: set checkpoint_dir=DIR, a Hugging Face folder"
+                "checkpoint_dir is not set: set checkpoint_dir=DIR, a Hugging Face folder, or"
+                f" name what builds {' and '.join(open_sections)} by _component_"
             )
         return
     _fill_in(config, config.checkpoint_dir, described, "checkpoint_dir")
@@ -78,6 +81,8 @@ def _fill_in(config: EvalConfig, folder: str, keys: tuple[str, ...], name: str) 
 def _suited(said: dict[str, Any], given: dict[str, Any], key: str, folder: str) -> dict[str, Any]:
     """What the folder says, as far as the named component takes it; a model takes all of it."""
     taken = components.argument_names(given, key)
+    if key == "tokenizer" and str(given["_component_"]).startswith("torchtune."):
+        return _tokenizer_files(given, taken, folder)
     lost = [name for name in said if name not in (*taken, "_component_")]
     open_ones = [n for n in taken if n not in {**said, **given} and "dropout" not in n]
     if open_ones and key.endswith("model"):
@@ -92,6 +97,21 @@ def _suited(said: dict[str, Any], given: dict[str, Any], key: str, folder: str) 
             f" {said['_component_']} has"
         )
     return {name: value for name, value in said.items() if name in taken}
+
+
+def _tokenizer_files(given: dict[str, Any], taken: Sequence[str], folder: str) -> dict[str, Any]:
+    """torchtune's tokenizers read files, whose folder is not enough for them."""
+    names = {"path": "tokenizer.model"}
+    if "merges_file" in taken:
+        names = {"path": "vocab.json", "merges_file": "merges.txt"}
+    files = {key: Path(folder, name) for key, name in names.items() if key not in given}
+    for key, file in files.items():
+        if not file.is_file():
+            raise UserError(
+                f"tokenizer._component_ is {given['_component_']}, and there is no {file} for it:"
+                f" set tokenizer.{key}=FILE, or leave tokenizer._component_ out"
+            )
+    return {key: str(file) for key, file in files.items()}
 
 
 def checkpointer(node: dict[str, Any], key: str) -> None:

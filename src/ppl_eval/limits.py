@@ -6,6 +6,7 @@ from typing import Any
 
 from ppl_eval.errors import UserError
 from ppl_eval.metrics.names import LIMITED_FIDELITY, MACRO, METRICS
+from ppl_eval.plural import counted
 
 
 def check_limits(limits: Mapping[str, Any], protocol: str) -> None:
@@ -42,6 +43,26 @@ def check_domains(keys: Iterable[str], domains: Collection[str]) -> None:
         ):
             there = f"the domains {', '.join(sorted(domains))}" if domains else "no domains"
             raise UserError(f"fail_if has {key}, but the text has {there}")
+
+
+def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
+    """Refuse a limit on what is null because the protocol does not score all tokens.
+
+    Args:
+        keys: of ``fail_if``, dotted.
+        num_left_out: tokens that are never read, or read and never scored.
+        protocol: its name.
+
+    Raises:
+        UserError: naming the key, and what can be limited instead.
+    """
+    for key in keys if num_left_out else ():
+        if key.rpartition(".")[2].startswith(("word_", "byte_", "bits_")):
+            raise UserError(
+                f"fail_if has {key}, but protocol.name={protocol} leaves out"
+                f" {counted(num_left_out, 'token')} of this text, so that no loss by word, byte or"
+                " character is known: limit metrics.token_perplexity"
+            )
 
 
 def _check_name(key: str, protocol: str) -> None:

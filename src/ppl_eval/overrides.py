@@ -1,7 +1,7 @@
 """``key=value`` and ``~key``: what a command line changes in a config file's content."""
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +126,26 @@ def _value(spelled: str, argument: str) -> Any:
         if not marked:
             return spelled
         reason = " ".join(str(error).split())
-        raise UserError(f"override {argument!r} cannot be read: {reason}") from error
+        raise UserError(
+            f"override {argument!r} cannot be read: {reason} (a shell wants quotes around it all)"
+        ) from error
+    for key in _without_space(value):
+        raise UserError(
+            f"override {argument!r} has {key!r}, which is read as one key: put a space after the"
+            f" colon, as in {{{key.replace(':', ': ', 1)}}}"
+        )
     return value if marked or isinstance(value, bool | int | float) else spelled
+
+
+def _without_space(node: Any) -> Iterator[str]:
+    """Keys such as ``tp:2``, which YAML does not take for a key and its value."""
+    if isinstance(node, list):
+        for value in node:
+            yield from _without_space(value)
+    elif isinstance(node, dict):
+        yield from (str(key) for key, value in node.items() if value is None and ":" in str(key))
+        for value in node.values():
+            yield from _without_space(value)
 
 
 def _name_component(content: dict[str, Any], key: str, component: Any) -> None:

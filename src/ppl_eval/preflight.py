@@ -16,7 +16,7 @@ from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
-from ppl_eval.limits import check_domains
+from ppl_eval.limits import check_domains, check_known
 from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
@@ -117,6 +117,8 @@ def prepare(
     )
     domains = {domain for _, domain in labels(workload.corpus.documents) if domain is not None}
     check_domains(cfg.fail_if, domains)
+    left_out = int((workload.windows.context_only + workload.windows.truncated).sum())
+    check_known(cfg.fail_if, left_out, cfg.protocol.name)
     warnings = (
         *warnings,
         *_bos_warnings(student.config.family, protocol),

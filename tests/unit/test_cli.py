@@ -204,6 +204,11 @@ def test_check_says_what_a_run_would_do(ppl_eval, tmp_path, monkeypatch):
     assert lines["mesh"].endswith("1 process: 1 step")
     two = ppl_eval("check", *args, f"dataset.data_files={texts}", "--num-processes", "2")[1]
     assert "dp_shard=2 cp=1 tp=1, 2 processes: 1 step" in two
+    assert "--num-processes is 0, but" in ppl_eval("check", *args, "--num-processes", "0")[2]
+    limit = ["protocol.name=gptq", "fail_if.metrics.bits_per_byte=1", f"dataset.data_files={texts}"]
+    code, _, err = ppl_eval("check", *args, *limit, "protocol.max_seq_len=8")
+    assert code != 0
+    assert "fail_if has metrics.bits_per_byte, but protocol.name=gptq leaves out" in err
     code, _, err = ppl_eval("check", *args, "dataset.data_files=nowhere.jsonl")
     assert code != 0
     assert "nowhere.jsonl" in err

@@ -126,6 +126,9 @@ mistakes = {
     "protocol.name=no": "protocol.name is 'no', but it is one of document",
     "output_dir=${": "config: output_dir: ",
     "dataset.data_files=[a": r"override 'dataset.data_files=\[a' cannot be read: ",
+    "parallel={tp:2,cp:1}": "has 'tp:2', which is read as one key: put a space .* in {tp: 2}",
+    "dataset=[{name:a,data_files:~/x:y}]": "'name:a', which is read as one key",
+    "checkpointer={checkpoint_files:": "cannot be read: .*a shell wants quotes around it all",
     "dataset=[{name: a}, b]": "dataset is a list, and one of it is 'b'",
     "dataset.0.name=x": "unknown config key dataset.0",
     "model=5": "model is 5, but it is a mapping of keys",
@@ -292,6 +295,35 @@ def test_a_builder_that_lacks_what_the_checkpoint_says():
     """The folder's own word, not what llama3_2 makes of it."""
     with pytest.raises(UserError, match="has no tie_word_embeddings, but .*=True: take a builder"):
         load([*TINY, "model=torchtune.models.llama2.llama2"])
+
+
+@pytest.mark.parametrize(
+    ("component", "files"),
+    [
+        ("llama2.llama2_tokenizer", {"path": "tokenizer.model"}),
+        ("qwen2.qwen2_tokenizer", {"path": "vocab.json", "merges_file": "merges.txt"}),
+    ],
+)
+def test_torchtunes_tokenizers_read_files_of_the_folder(tmp_path, component, files):
+    for file in Path(STUDENT).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    args = ["--config", "auto_ppl_eval", f"checkpoint_dir={tmp_path}"]
+    args += [f"tokenizer=torchtune.models.{component}"]
+    first = next(iter(files.values()))
+    with pytest.raises(UserError, match=f"there is no .*/{first} for it: set tokenizer.path=FILE"):
+        load(args)
+    for name in files.values():
+        (tmp_path / name).touch()
+    tokenizer = load(args).tokenizer
+    assert {key: tokenizer[key] for key in files} == {
+        key: f"{tmp_path}/{name}" for key, name in files.items()
+    }
+
+
+def test_what_would_say_the_rest_is_not_set():
+    args = ["--config", "auto_ppl_eval", "model=torchtune.models.llama3_2.llama3_2_1b"]
+    with pytest.raises(UserError, match="DIR, .*what builds checkpointer and tokenizer by"):
+        load(args)
 
 
 def test_a_complete_builder_takes_nothing_from_the_folder():

@@ -467,10 +467,10 @@ def over_limits(content: Mapping[str, Any], limits: Mapping[str, float]) -> str 
         if not isinstance(value, Mapping) or name not in value:
             raise UserError(f"fail_if has {key}, but the results have no such key")
         value = value[name]
-        if value is None or value > limit:
-            problems.append(
-                f"{key} is {'null' if value is None else f'{value:.6g}'}, above {limit:g}"
-            )
+        if value is None:
+            problems.append(f"{key} is null, which no limit allows")
+        elif value > limit:
+            problems.append(f"{key} is {value:.6g}, above {limit:g}")
     return f"fail_if: {'; '.join(problems)}" if problems else None
 
 
