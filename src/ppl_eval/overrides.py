@@ -32,9 +32,9 @@ class _Override:
         return self.path[-1] == "_component_" and self.path[0] in _SECTIONS and len(self.path) == 2
 
     @property
-    def order(self) -> int:
-        """Removals come first, from the inside; then whole sections before keys in them."""
-        return -len(self.path) if self.spelled is None else len(self.path) - self.names_component
+    def depth(self) -> int:
+        """Whole sections come before keys in them, whatever the order on the command line."""
+        return len(self.path) - self.names_component
 
 
 def apply(
@@ -58,10 +58,11 @@ def apply(
             that is not there.
     """
     _spell_out_sections(content)
+    present = set(_paths(content))
     read = [_read(argument, text_keys) for argument in arguments]
-    for override in sorted(read, key=lambda each: each.order):
+    for override in sorted(read, key=lambda each: each.depth):
         if override.spelled is None:
-            _remove(content, override)
+            _remove(content, override, present)
         elif override.names_component:
             _name_component(content, override.path[0], override.value)
         else:
@@ -180,23 +181,25 @@ def _set(content: dict[str, Any], override: _Override) -> None:
     node[last] = override.value
 
 
-def _remove(content: dict[str, Any], override: _Override) -> None:
+def _remove(content: dict[str, Any], override: _Override, present: set[tuple[str, ...]]) -> None:
     *parents, last = override.path
     node: Any = content
     for part in parents:
         node = node.get(part) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or last not in node:
-        close = difflib.get_close_matches(".".join(override.path), _dotted(content), n=1)
+    if isinstance(node, dict) and last in node:
+        del node[last]
+    elif override.path not in present:  # or else another component has removed it
+        dotted = [".".join(path) for path in present]
+        close = difflib.get_close_matches(".".join(override.path), dotted, n=1)
         hint = f"; did you mean ~{close[0]}?" if close else ""
         raise UserError(f"{override.argument}: the config has no such key to remove{hint}")
-    del node[last]
 
 
-def _dotted(node: Any, above: str = "") -> list[str]:
+def _paths(node: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     if not isinstance(node, dict):
         return []
     return [
-        key
-        for name, value in node.items()
-        for key in (f"{above}{name}", *_dotted(value, f"{above}{name}."))
+        path
+        for key, value in node.items()
+        for path in ((*above, str(key)), *_paths(value, (*above, str(key))))
     ]

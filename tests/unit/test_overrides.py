@@ -146,6 +146,16 @@ def test_sections_in_any_order(case):
         }
 
 
+def test_the_later_of_a_value_and_a_removal_wins():
+    content = {"dataset": {"_component_": "a.b", "split": "test"}}
+    apply(content, ["dataset.split=train", "~dataset.split"])
+    assert content == {"dataset": {"_component_": "a.b"}}
+    apply(content, ["dataset={_component_: a.b, split: x, column: y}", "~dataset.column"])
+    assert content == {"dataset": {"_component_": "a.b", "split": "x"}}
+    apply(content, ["~dataset.split", "dataset.split=train"])
+    assert content["dataset"]["split"] == "train"
+
+
 def test_the_last_of_two_values_wins():
     changed = content()
     apply(changed, ["dataset=a.b", "seed=1", "dataset=c.d", "seed=2"])
