@@ -82,7 +82,7 @@ def _pairs(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Any, An
         "num_attention_heads": getattr(attention, "num_heads", None),
         "num_key_value_heads": getattr(attention, "num_kv_heads", None),
         "rms_norm_eps": getattr(norm, "eps", None),
-        "query_pre_attn_scalar": None if scale is None else scale**-2,
+        "query_pre_attn_scalar": None if scale is None else round(scale**-2, 6),
         "tie_word_embeddings": all(name != "output.weight" for name, _ in model.named_parameters()),
     }
     for key, value in built.items():
