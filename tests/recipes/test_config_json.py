@@ -350,7 +350,11 @@ def test_the_notes_are_said_before_the_run(tmp_path):
             "tie_word_embeddings False, but the model section builds True",
         ),
         ("llama2.llama2", {"norm_eps": 1e-6}, "rms_norm_eps 1e-05, but .* builds 1e-06"),
-        ("llama2.llama2", {"num_layers": 3}, "num_hidden_layers 2, but .* builds 3.* or {}"),
+        (
+            "llama2.llama2",
+            {"num_layers": 3},
+            "num_hidden_layers 2, but .* builds 3.* or set it to {}",
+        ),
     ],
 )
 def test_a_model_section_that_differs_from_config_json(component, changes, message, tmp_path):

@@ -143,7 +143,7 @@ def differs(path: str, key: str, stated: Any, built: Any) -> UserError:
     """The error of a model section that builds another model than its checkpoint's config.json."""
     return UserError(
         f"{path} gives {key} {stated}, but the model section builds {built}: make the model section"
-        " describe the checkpoint, or {}, which takes everything from config.json"
+        " describe the checkpoint, or set it to {}, which takes everything from config.json"
     )
 
 

@@ -108,7 +108,7 @@ class ProgressBar:
         line = f"{done:,} of {counted(self._num_scored, 'token')} ({percent})"
         short = f"{_short(done)}/{_short(self._num_scored)} tok, {_short(rate)} tok/s, {ppl}, "
         if done == self._num_scored and progress.share < 1:
-            self._display.show(progress.share, f"noise floor ({percent})", f"{short}noise floor, ")
+            self._display.show(progress.share, f"noise floor ({percent})", "noise floor, ")
         else:
             self._display.show(progress.share, f"{line}, {rate:,.0f} tokens/s, {ppl}", short)
 
