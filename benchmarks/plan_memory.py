@@ -74,15 +74,15 @@ def rank_main(
     import torch.distributed as dist
 
     from ppl_eval import compat
+    from ppl_eval.checkpoint.config_json import NOTHING
+    from ppl_eval.commands.plan import Sizes, estimate
     from ppl_eval.data.batch import Batch
+    from ppl_eval.model.attention import attention_split
     from ppl_eval.model.build import build_on_meta
-    from ppl_eval.model.config_json import NOTHING
     from ppl_eval.parallel.context import ContextSplit
     from ppl_eval.parallel.dims import ParallelDims
     from ppl_eval.parallel.shard import shard_decoder
     from ppl_eval.parallel.tensor import split_decoder
-    from ppl_eval.planner import Sizes, estimate
-    from ppl_eval.score.attention import attention_split
     from ppl_eval.score.head import score
 
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ def rank_main(rank: int, count: int, chunk: int, scratch: str) -> None:
     """One comparison in a process of its own."""
     import torch
 
-    from ppl_eval.score import pair
+    from ppl_eval.score import teacher_student as pair
     from ppl_eval.score.head import Head
 
     torch.set_num_threads(1)

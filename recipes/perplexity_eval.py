@@ -7,18 +7,19 @@ runs it, with the same configs.
 """
 
 # ppl_eval comes before torchtune: it keeps a notice of torchao's off the terminal
-from ppl_eval import evaluation, launch, preflight
-from ppl_eval.beside import teacher_dims
-from ppl_eval.config import parse
+from ppl_eval.evaluation import loop as evaluation, preflight
+from ppl_eval import boundary
+from ppl_eval.evaluation.teacher import teacher_dims
+from ppl_eval.config.load import parse
 from ppl_eval.errors import LimitExceeded, UserError
 from ppl_eval.metrics.tokens import TokenRecords
-from ppl_eval.model.ready import num_ids
+from ppl_eval.model.prepare import num_ids
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.memory import peak_memory_gib
-from ppl_eval.placement import place
+from ppl_eval.evaluation.placement import place
 from ppl_eval.report import environment, tables
-from ppl_eval.report.fidelity import description, fidelity, with_texts
+from ppl_eval.report.fidelity_section import description, fidelity, with_texts
 from ppl_eval.report.metric_logger import MetricLogger
 from ppl_eval.report.output import DOCUMENTS, RESULTS, TOKENS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer
@@ -29,8 +30,8 @@ from ppl_eval.report.results import (
     write_documents,
     write_results,
 )
-from ppl_eval.report.tokens import write_tokens
-from ppl_eval.schema import EvalConfig
+from ppl_eval.report.token_file import write_tokens
+from ppl_eval.config.schema import EvalConfig
 
 import dataclasses
 import logging
@@ -64,7 +65,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
 
     def __init__(self, cfg: EvalConfig) -> None:
         self.cfg = cfg
-        self.ranks = launch.Ranks.from_env()
+        self.ranks = boundary.Ranks.from_env()
         self.device = process_group.pick_device(
             cfg.device, self.ranks.local_rank, self.ranks.world_size
         )

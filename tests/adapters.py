@@ -7,11 +7,11 @@ from unittest import mock
 import torch
 from families import reference, write
 
-from ppl_eval.config import load as load_config
-from ppl_eval.model.adapter import install, read_adapter, strip
-from ppl_eval.model.agree import config_of
+from ppl_eval.adapter.check import install, read_adapter, strip
+from ppl_eval.checkpoint.section import complete_checkpointer, open_checkpoint
+from ppl_eval.config.load import load as load_config
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.checkpoint import complete_checkpointer, open_checkpoint
+from ppl_eval.model.check_config import config_of
 from ppl_eval.model.load import check_names, load
 
 TOKENS = torch.randint(3, 500, (2, 23), generator=torch.Generator().manual_seed(7))

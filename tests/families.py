@@ -135,8 +135,9 @@ def compare(name, folder, overrides=()):
         (largest relative difference of a document, largest difference of a token in nats,
         perplexity).
     """
-    from ppl_eval import evaluation, preflight
-    from ppl_eval.config import load as load_config
+    from ppl_eval.config.load import load as load_config
+    from ppl_eval.evaluation import loop as evaluation
+    from ppl_eval.evaluation import preflight
     from ppl_eval.score.head import score
 
     model = write(name, folder)
@@ -171,7 +172,7 @@ def compare(name, folder, overrides=()):
 
 def table_of_keys():
     """Lines of the table of keys that each family reads, and its defaults."""
-    from ppl_eval.model.config_json import FAMILIES as READ
+    from ppl_eval.checkpoint.config_json import FAMILIES as READ
 
     def cell(family, key):
         if key not in family.defaults:

@@ -2,11 +2,12 @@
 
 import torch
 
-from ppl_eval import evaluation, preflight
-from ppl_eval.config import load as load_config
+from ppl_eval.config.load import load as load_config
+from ppl_eval.evaluation import loop as evaluation
+from ppl_eval.evaluation import preflight
+from ppl_eval.evaluation.placement import place
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES
-from ppl_eval.placement import place
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 

@@ -7,7 +7,9 @@ import traceback
 from datetime import timedelta
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torchtune.training", "datasets", "ppl_eval.evaluation"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torchtune.training", "datasets", "ppl_eval.evaluation.loop"]
+)
 
 
 def run_on_ranks(world_size, function, *args, timeout_s=120):

@@ -11,13 +11,13 @@ import torchtune
 from torchtune._recipe_registry import get_all_recipes
 
 from ppl_eval import shipped
-from ppl_eval.config import known_keys, load, read_yaml
+from ppl_eval.checkpoint.config_json import NOTHING, interpret
+from ppl_eval.config.load import known_keys, load, read_yaml
+from ppl_eval.config.schema import COMPONENTS, TEACHER_COMPONENTS
 from ppl_eval.errors import UserError
-from ppl_eval.model.agree import check_against_config
-from ppl_eval.model.auto import sections
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.config_json import NOTHING, interpret
-from ppl_eval.schema import COMPONENTS, TEACHER_COMPONENTS
+from ppl_eval.model.check_config import check_against_config
+from ppl_eval.model.from_folder import sections
 
 STUDENT = str(shipped.embedded_path("tiny_student"))
 TEACHER = str(shipped.embedded_path("tiny_teacher"))

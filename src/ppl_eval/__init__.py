@@ -13,7 +13,7 @@ from ppl_eval import compat
 if TYPE_CHECKING:
     from ppl_eval.data.documents import Document
     from ppl_eval.errors import UserError
-    from ppl_eval.evaluation import Evaluation, evaluate
+    from ppl_eval.evaluation.loop import Evaluation, evaluate
     from ppl_eval.metrics.perplexity import Perplexity
 
 compat.quiet()
@@ -24,10 +24,10 @@ __all__ = ["Document", "Evaluation", "Perplexity", "UserError", "__version__", "
 
 _HOME = {
     "Document": "ppl_eval.data.documents",
-    "Evaluation": "ppl_eval.evaluation",
+    "Evaluation": "ppl_eval.evaluation.loop",
     "Perplexity": "ppl_eval.metrics.perplexity",
     "UserError": "ppl_eval.errors",
-    "evaluate": "ppl_eval.evaluation",
+    "evaluate": "ppl_eval.evaluation.loop",
 }
 
 

@@ -4,12 +4,13 @@ runs its own."""
 import runpy
 import sys
 
-from ppl_eval import config, launch
+from ppl_eval import boundary
+from ppl_eval.config import load as config
 from ppl_eval.shipped import recipe_path
 
 # what is wrong with the command line is told before the recipe imports torch; several ranks need
 # torch to agree on who tells it
-if launch.Ranks.from_env().world_size == 1:
-    launch.guarded(lambda: config.load_for_run(sys.argv[1:]))
+if boundary.Ranks.from_env().world_size == 1:
+    boundary.guarded(lambda: config.load_for_run(sys.argv[1:]))
 
 runpy.run_path(str(recipe_path()), run_name="__main__")

@@ -5,14 +5,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppl_eval import __version__, launch, shipped
-from ppl_eval.config import load, load_for_run
+from ppl_eval import __version__, boundary, shipped
+from ppl_eval.config.load import load, load_for_run
 from ppl_eval.errors import UserError
 
 
 def main() -> None:
     """Entry point of the ``ppl-eval`` command."""
-    launch.guarded(_run, alone=True)
+    boundary.guarded(_run, alone=True)
 
 
 def _run() -> None:
@@ -149,7 +149,7 @@ def _check(config: str, overrides: Sequence[str], num_processes: int) -> None:
     args = ["--config", config, *overrides]
     load_for_run(args)  # a mistake is told before torch is imported
 
-    from ppl_eval.preflight import describe
+    from ppl_eval.evaluation.preflight import describe
 
     print(describe(args, num_processes))
 
@@ -157,14 +157,14 @@ def _check(config: str, overrides: Sequence[str], num_processes: int) -> None:
 def _plan(args: argparse.Namespace) -> None:
     load(["--config", args.config, *args.overrides])  # as above
 
-    from ppl_eval.planner import describe
+    from ppl_eval.commands.plan import describe
 
     memory = args.device_memory_mib or 1024 * (args.device_memory_gib or 0)
     print(describe(["--config", args.config, *args.overrides], args.num_processes, memory))
 
 
 def _compare(paths: Sequence[Path], *, with_domains: bool) -> None:
-    from ppl_eval.report.compare import compare
+    from ppl_eval.commands.compare import compare
 
     print(compare(paths, with_domains=with_domains))
 

@@ -5,7 +5,7 @@ class UserError(ValueError):
     """A mistake in the input, told in one sentence: the value found, the rule, and the fix.
 
     Whoever raises it has checked something that the user chose (a config key, a file, a number of
-    processes). :mod:`ppl_eval.launch` shows its message once, without a traceback. Every other
+    processes). :mod:`ppl_eval.boundary` shows its message once, without a traceback. Every other
     exception is a defect of ours or of the machine, and is shown with its traceback.
     """
 

@@ -9,8 +9,8 @@ from ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
 from ppl_eval.model.load import load
-from ppl_eval.parallel.adapted import AdaptedLinear, local_part
 from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.lora import AdaptedLinear, local_part
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
 from ppl_eval.score.head import score

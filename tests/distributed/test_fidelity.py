@@ -24,7 +24,7 @@ from ppl_eval.data import hf_tokenizer
 from ppl_eval.metrics.fidelity import PERCENTILES
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.tensor import split_decoder
-from ppl_eval.report.fidelity import fidelity
+from ppl_eval.report.fidelity_section import fidelity
 
 WINDOW = 100
 STUDENT, TEACHER = "tiny_student", "tiny_teacher"

@@ -17,7 +17,7 @@ def launch(num_processes, body, tmp_path):
     script.write_text(
         "import os, sys, time\n"
         "from ppl_eval.errors import UserError\n"
-        "from ppl_eval.launch import guarded, set_log_level\n"
+        "from ppl_eval.boundary import guarded, set_log_level\n"
         "rank = int(os.environ['RANK'])\n"
         f"def main():\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
         "guarded(main)\n"
@@ -98,7 +98,7 @@ def test_an_interrupt_is_one_line(tmp_path, num_processes):
 
 def test_a_world_without_a_launcher(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from ppl_eval.launch import guarded\nguarded(lambda: None)\n")
+    script.write_text("from ppl_eval.boundary import guarded\nguarded(lambda: None)\n")
     env = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
     done = subprocess.run(
         [sys.executable, script],
@@ -147,7 +147,7 @@ def test_each_start_of_torchruns_shows_its_error(tmp_path):
     script.write_text(
         "import os\n"
         "from ppl_eval.errors import UserError\n"
-        "from ppl_eval.launch import guarded\n"
+        "from ppl_eval.boundary import guarded\n"
         "def main():\n"
         "    raise UserError(f'start {os.environ[\"TORCHELASTIC_RESTART_COUNT\"]} fails')\n"
         "guarded(main)\n"

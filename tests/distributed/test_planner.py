@@ -9,15 +9,16 @@ from ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppl_eval import UserError, compat, planner
+from ppl_eval import UserError, compat
+from ppl_eval.checkpoint.config_json import NOTHING
+from ppl_eval.commands import plan as planner
 from ppl_eval.data.batch import Batch
+from ppl_eval.model.attention import attention_split
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.config_json import NOTHING
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
-from ppl_eval.score.attention import attention_split
 from ppl_eval.score.head import score
 
 MESHES = {

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ppl_eval import UserError, evaluate, preflight
-from ppl_eval.config import load as load_config
+from ppl_eval import UserError, evaluate
+from ppl_eval.checkpoint.config_json import FAMILIES, interpret
+from ppl_eval.config.load import load as load_config
 from ppl_eval.data import hf_tokenizer
-from ppl_eval.model import auto
-from ppl_eval.model.config_json import FAMILIES, interpret
-from ppl_eval.model.ready import Layout, ready_model
+from ppl_eval.evaluation import preflight
+from ppl_eval.model import from_folder as auto
+from ppl_eval.model.prepare import Layout, prepare_model
 from ppl_eval.score.head import score
 from ppl_eval.shipped import embedded_path
 
@@ -140,7 +141,7 @@ def sharpen(model):
 def ours_says(folder):
     """NLL of each token through auto_ppl_eval's sections, and the notes."""
     found = auto.model_sections(str(folder))
-    ready = ready_model(
+    ready = prepare_model(
         found["model"], {**found["checkpointer"], "checkpoint_files": None}, torch.float32, Layout()
     )
     ready.place(None, torch.device("cpu"))
@@ -363,7 +364,7 @@ def test_a_model_section_that_differs_from_config_json(component, changes, messa
     section = {**found["model"], "_component_": f"torchtune.models.{component}", **changes}
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
     with pytest.raises(UserError, match=message):
-        ready_model(section, checkpointer, torch.float32, Layout())
+        prepare_model(section, checkpointer, torch.float32, Layout())
 
 
 def test_an_activation_that_the_builder_lacks_is_refused_with_a_named_builder_too(tmp_path):
@@ -372,7 +373,7 @@ def test_an_activation_that_the_builder_lacks_is_refused_with_a_named_builder_to
     transformers_says(written("llama", {"hidden_act": "gelu"}), tmp_path)
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
     with pytest.raises(UserError, match="hidden_act 'gelu', but torchtune 0.6.1 has"):
-        ready_model(found["model"], checkpointer, torch.float32, Layout())
+        prepare_model(found["model"], checkpointer, torch.float32, Layout())
 
 
 @pytest.mark.parametrize(
@@ -398,7 +399,7 @@ def test_trained_weights(kind, changes, tmp_path):
     texts = families.documents(4)
     found = auto.sections(str(tmp_path))
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
-    ready = ready_model(found["model"], checkpointer, torch.float32, Layout())
+    ready = prepare_model(found["model"], checkpointer, torch.float32, Layout())
     ready.place(None, torch.device("cpu"))
     tokenizer = hf_tokenizer(str(tmp_path))
     result = evaluate(ready.model, tokenizer, texts, max_seq_len=200)

@@ -9,9 +9,11 @@ pytest.importorskip("transformers")
 import families
 
 from ppl_eval import UserError
-from ppl_eval.config import load as load_config
-from ppl_eval.model import auto, build, convert, corrections
-from ppl_eval.model.config_json import NOTHING, ModelConfig, read_model_config
+from ppl_eval.checkpoint import names as convert
+from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, read_model_config
+from ppl_eval.config.load import load as load_config
+from ppl_eval.model import build, corrections
+from ppl_eval.model import from_folder as auto
 from ppl_eval.score import head
 
 MISTRAL = "mistral (window of 7)"
@@ -248,7 +250,7 @@ _SMALL = {
 
 def test_gemma_without_a_bos_gets_a_warning(tmp_path, monkeypatch):
     """F1: with BOS its first tokens are scored as well, one more for each document."""
-    from ppl_eval import preflight
+    from ppl_eval.evaluation import preflight
 
     families.write("gemma", tmp_path)
     texts = tmp_path / "texts.jsonl"

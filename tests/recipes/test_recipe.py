@@ -165,7 +165,7 @@ def test_one_override_replaces_the_text(tune, tmp_path):
 
 
 def test_the_student_is_worse_than_the_teacher_and_both_beat_a_bigram_model(tune):
-    from ppl_eval.embedded.bigram import bigram_perplexity
+    from ppl_eval.tools.bigram import bigram_perplexity
 
     tune()
     tune(config="tiny_teacher_ppl_eval")
@@ -420,7 +420,7 @@ def test_eos_stride_and_bos_reach_the_protocol(tune, held_out):
 
 
 def test_a_defect_shows_its_traceback(tune, monkeypatch):
-    from ppl_eval import evaluation
+    from ppl_eval.evaluation import loop as evaluation
 
     def broken(*args, **kwargs):
         raise RuntimeError("a defect")
@@ -467,7 +467,7 @@ def test_below_a_limit_all_is_well(tune):
 def test_a_limit_on_what_there_is_not_is_refused_before_weights_are_read(
     tune, monkeypatch, limit, there
 ):
-    from ppl_eval.model.source import FileSource
+    from ppl_eval.checkpoint.tensor_files import FileSource
 
     monkeypatch.setattr(FileSource, "tensors", lambda *args: pytest.fail("a weight was read"))
     code, _, err = tune("max_documents=9", f"fail_if.{limit}=3")

@@ -12,9 +12,9 @@ import torch
 from helpers import chunks, oracle
 
 from ppl_eval import shipped
+from ppl_eval.commands.drop_layers import drop_layers
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.data.protocol import Protocol
-from ppl_eval.embedded.drop_layers import drop_layers
 
 STORIES = """
 output_dir: out

@@ -27,10 +27,10 @@ from torchtune.modules.peft import DoRALinear, get_adapter_state_dict, get_merge
 from torchtune.training import FullModelHFCheckpointer
 
 from ppl_eval import UserError, components
-from ppl_eval.model.adapter import install, strip
-from ppl_eval.model.folder import has_adapter
-from ppl_eval.model.low_rank import LowRank, merged_shard
-from ppl_eval.parallel.adapted import AdaptedLinear
+from ppl_eval.adapter.check import install, strip
+from ppl_eval.adapter.merge import LowRank, merged_shard
+from ppl_eval.checkpoint.weight_files import has_adapter
+from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.parallel.tensor import check_heads, split_axes
 
 TIED = "SmolLM2 (llama, tied, rope_theta 100000)"

@@ -181,7 +181,7 @@ def test_compare(ppl_eval, tmp_path):
 
 def test_check_says_what_a_run_would_do(ppl_eval, tmp_path, monkeypatch):
     """Against the run: the same counts, windows and steps, and no weight is read."""
-    from ppl_eval.model.source import FileSource
+    from ppl_eval.checkpoint.tensor_files import FileSource
 
     monkeypatch.setattr(FileSource, "tensors", lambda *args: pytest.fail("a weight was read"))
     folder = shipped.embedded_path("tiny_student")

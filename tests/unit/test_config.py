@@ -12,8 +12,8 @@ import torchtune
 from omegaconf import OmegaConf
 
 from ppl_eval import UserError, shipped
-from ppl_eval.config import known_keys, load
-from ppl_eval.schema import EvalConfig
+from ppl_eval.config.load import known_keys, load
+from ppl_eval.config.schema import EvalConfig
 
 STUDENT = str(shipped.embedded_path("tiny_student"))
 TEACHER = str(shipped.embedded_path("tiny_teacher"))
@@ -376,7 +376,7 @@ def test_mistakes_are_told_without_torch():
     code = """
 import sys
 from ppl_eval import UserError
-from ppl_eval.config import load_for_run
+from ppl_eval.config.load import load_for_run
 for args in %r:
     try:
         load_for_run(args)
@@ -407,7 +407,8 @@ def test_a_mistake_takes_less_than_a_second(command):
 @pytest.mark.parametrize("override", ["checkpoint_dir=x", "~dataset.data_files", "dtype=bf16"])
 def test_overrides_in_a_fresh_process(override):
     """The first command line of a process meets ${embedded:...} before anything resolved it."""
-    code = f"from ppl_eval.config import load; load(['--config', 'tiny_ppl_eval', {override!r}])"
+    code = "from ppl_eval.config.load import load; "
+    code += f"load(['--config', 'tiny_ppl_eval', {override!r}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ppl_eval import UserError
-from ppl_eval.embedded.drop_layers import drop_layers, main
+from ppl_eval.commands.drop_layers import drop_layers, main
 from ppl_eval.shipped import embedded_path
 
 TEACHER = embedded_path("tiny_teacher")

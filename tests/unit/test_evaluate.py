@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ppl_eval
 from ppl_eval import UserError, evaluate
 from ppl_eval.data.protocol import RULES
-from ppl_eval.evaluation import Progress
+from ppl_eval.evaluation.loop import Progress
 
 
 def words(ids):
@@ -279,8 +279,8 @@ def test_training_mode_and_gradients_are_as_before(bytes_model):
 
 
 def test_progress_counts_every_token(bytes_model):
-    from ppl_eval import evaluation
     from ppl_eval.data.protocol import make_protocol
+    from ppl_eval.evaluation import loop as evaluation
 
     protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
     work = evaluation.prepare(ByteTokenizer(), TEXTS, protocol, max_tokens_per_batch=64)
@@ -295,9 +295,9 @@ def test_progress_counts_every_token(bytes_model):
 
 def test_progress_counts_the_noise_floor(bytes_model):
     """35 batches of one position beside a teacher; numbers 0, 16 and 32 are read again."""
-    from ppl_eval import evaluation
     from ppl_eval.data.protocol import make_protocol
-    from ppl_eval.steps import Teacher
+    from ppl_eval.evaluation import loop as evaluation
+    from ppl_eval.evaluation.steps import Teacher
 
     protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
     work = evaluation.prepare(ByteTokenizer(), ["a"] * 35, protocol, max_tokens_per_batch=1)

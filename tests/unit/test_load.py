@@ -8,10 +8,12 @@ from safetensors.torch import load_file, save_file
 from torchtune.models.convert_weights import hf_to_tune, tune_to_meta
 
 from ppl_eval import UserError, shipped
-from ppl_eval.config import load as load_config
-from ppl_eval.model import build, checkpoint, load, source
-from ppl_eval.model.agree import config_of
-from ppl_eval.model.config_json import NOTHING
+from ppl_eval.checkpoint import section as checkpoint
+from ppl_eval.checkpoint import tensor_files as source
+from ppl_eval.checkpoint.config_json import NOTHING
+from ppl_eval.config.load import load as load_config
+from ppl_eval.model import build, load
+from ppl_eval.model.check_config import config_of
 
 STUDENT = shipped.embedded_path("tiny_student")
 TEACHER = shipped.embedded_path("tiny_teacher")

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ppl_eval import UserError
-from ppl_eval.overrides import apply
+from ppl_eval.config.overrides import apply
 
 TEXT = ("output_dir", "protocol.separator")
 

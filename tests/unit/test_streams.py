@@ -11,7 +11,7 @@ import logging, sys
 from pathlib import Path
 from tqdm import tqdm
 from ppl_eval.errors import UserError
-from ppl_eval.launch import guarded, set_log_level
+from ppl_eval.boundary import guarded, set_log_level
 
 def main():
     set_log_level("INFO")
@@ -99,7 +99,7 @@ def test_letters_that_stdout_lacks_are_escaped(shell):
     "command",
     [
         *("cli ls", "cli --help", "cli ls --help", "cli where tiny_text"),
-        *("cli cp tiny_ppl_eval copy.yaml", "embedded.text 999"),
+        *("cli cp tiny_ppl_eval copy.yaml", "tools.text 999"),
     ],
 )
 def test_a_reader_that_has_gone_is_no_error_of_our_commands(tmp_path, command):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppl_eval.commands.compare import fidelity_table
 from ppl_eval.plural import counted
-from ppl_eval.report.compare import fidelity_table
 from ppl_eval.report.tables import columns, number, result_rows, result_table, shortened
 
 METRICS = (

@@ -7,8 +7,8 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import MultiHeadAttention
 
 from ppl_eval import UserError
+from ppl_eval.model.attention import CausalAttention, check_attention
 from ppl_eval.parallel.tensor import check_heads
-from ppl_eval.score.attention import CausalAttention, check_attention
 
 SHAPE = {
     "vocab_size": 11,

@@ -8,8 +8,8 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval import components
+from ppl_eval.checkpoint.config_json import ModelConfig
 from ppl_eval.errors import UserError
-from ppl_eval.model.config_json import ModelConfig
 from ppl_eval.model.corrections import correct
 
 

@@ -12,10 +12,10 @@ from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
+from ppl_eval.checkpoint.config_json import ModelConfig, differs
 from ppl_eval.errors import UserError
-from ppl_eval.model.config_json import ModelConfig, differs
+from ppl_eval.model.attention import CausalAttention
 from ppl_eval.plural import counted
-from ppl_eval.score.attention import CausalAttention
 from ppl_eval.score.head import CappedHead
 
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
 from ppl_eval import compat
+from ppl_eval.adapter.check import Adapter
+from ppl_eval.adapter.merge import LowRank, dora_scale_shard, merged_shard
+from ppl_eval.checkpoint.names import Convert, convert_one
+from ppl_eval.checkpoint.tensor_files import DistributedSource, Source
 from ppl_eval.errors import UserError
-from ppl_eval.model.adapter import Adapter
-from ppl_eval.model.convert import Convert, convert_one
-from ppl_eval.model.low_rank import LowRank, dora_scale_shard, merged_shard
-from ppl_eval.model.source import DistributedSource, Source
-from ppl_eval.parallel.adapted import local_part
+from ppl_eval.parallel.lora import local_part
 from ppl_eval.plural import some
 
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
@@ -124,7 +124,7 @@ def load(
         source: the checkpoint, checked by :func:`check_names`.
         convert: from its names to torchtune's.
         device: of this rank.
-        adapter: for the model, see :func:`ppl_eval.model.adapter.read_adapter`.
+        adapter: for the model, see :func:`ppl_eval.adapter.check.read_adapter`.
         show_progress: show a bar, if stderr is a terminal.
 
     Raises:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ppl_eval.errors import UserError
-from ppl_eval.parallel.adapted import AdaptedLinear, local_part
+from ppl_eval.parallel.lora import AdaptedLinear, local_part
 
 PLAN = {
     "tok_embeddings": "vocabulary",

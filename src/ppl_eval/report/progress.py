@@ -100,7 +100,7 @@ class ProgressBar:
         self._perplexity = self._tokens_per_s = math.nan
 
     def update(self, progress: Any) -> None:
-        """Note where the run stands (:class:`ppl_eval.evaluation.Progress`)."""
+        """Note where the run stands (:class:`ppl_eval.evaluation.loop.Progress`)."""
         if progress.step <= progress.num_steps:
             self._read(progress)
         done, rate, ppl = progress.num_scored, self._tokens_per_s, f"ppl {self._perplexity:.4g}"

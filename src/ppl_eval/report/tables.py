@@ -257,7 +257,7 @@ def describe_workload(workload: Any, mesh: str, num_ranks: int) -> list[str]:
     """How much is about to run, in two lines.
 
     Args:
-        workload: of :mod:`ppl_eval.evaluation`.
+        workload: of :mod:`ppl_eval.evaluation.loop`.
         mesh: described.
         num_ranks: data-parallel ranks.
     """

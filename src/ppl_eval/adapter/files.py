@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ppl_eval.checkpoint.names import Convert, convert_one, converter
+from ppl_eval.checkpoint.tensor_files import FileSource
 from ppl_eval.errors import UserError
-from ppl_eval.model.convert import Convert, convert_one, converter
-from ppl_eval.model.source import FileSource
 from ppl_eval.plural import counted, some
 
 _PEFT_NAME = re.compile(

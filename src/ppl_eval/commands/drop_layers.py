@@ -1,6 +1,6 @@
 """A student to distil: a model without some of its layers, as a Hugging Face folder.
 
-    python -m ppl_eval.embedded.drop_layers TEACHER STUDENT 2 3
+    python -m ppl_eval.commands.drop_layers TEACHER STUDENT 2 3
 
 copies the folder TEACHER to STUDENT without the layers 2 and 3 (the first layer is 0). What is left
 is a smaller model of the same family and vocabulary, worse than its teacher until it is distilled.
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ppl_eval import launch
+from ppl_eval import boundary
+from ppl_eval.checkpoint.weight_files import find_weight_files
 from ppl_eval.errors import UserError
-from ppl_eval.model.folder import find_weight_files
 from ppl_eval.plural import counted
 
 _LAYER = re.compile(r"^((?:model\.)?layers\.)(\d+)(\..*)$")
@@ -176,7 +176,7 @@ def main() -> None:
         numbers = ", ".join(map(str, kept))
         print(f"{args.student}: {counted(len(kept), 'layer')}, those that were {numbers}")  # noqa: T201
 
-    launch.guarded(run, alone=True)
+    boundary.guarded(run, alone=True)
 
 
 if __name__ == "__main__":

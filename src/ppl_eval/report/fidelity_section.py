@@ -152,7 +152,7 @@ def with_texts(tokens: list[dict[str, Any]], workload: Any, tokenizer: Any) -> l
 
     Args:
         tokens: of the section.
-        workload: of :mod:`ppl_eval.evaluation`.
+        workload: of :mod:`ppl_eval.evaluation.loop`.
         tokenizer: the text's.
     """
     # others fail on an id that stands for nothing, which a model may well choose

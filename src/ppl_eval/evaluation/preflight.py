@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ppl_eval import components, evaluation, planner
-from ppl_eval.beside import check_tokenizer, of_the_teacher, teacher_degrees, teacher_dims
-from ppl_eval.config import load as load_config
+from ppl_eval import components
+from ppl_eval.commands import plan as planner
+from ppl_eval.config.limits import check_domains, check_known
+from ppl_eval.config.load import load as load_config
+from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.documents import labels
@@ -16,14 +18,19 @@ from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
 from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
-from ppl_eval.limits import check_domains, check_known
-from ppl_eval.model.ready import Layout, ReadyModel, num_ids, ready_model
+from ppl_eval.evaluation import loop as evaluation
+from ppl_eval.evaluation.teacher import (
+    check_tokenizer,
+    of_the_teacher,
+    teacher_degrees,
+    teacher_dims,
+)
+from ppl_eval.model.prepare import Layout, PreparedModel, num_ids, prepare_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.plural import counted
 from ppl_eval.report import tables
 from ppl_eval.report.progress import TokenisingProgress
-from ppl_eval.schema import EvalConfig
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,8 @@ class Preflight:
         notes: what is good to know, one sentence each.
     """
 
-    student: ReadyModel
-    teacher: ReadyModel | None
+    student: PreparedModel
+    teacher: PreparedModel | None
     tokenizer: TextTokenizer
     workload: evaluation.Workload
     warnings: tuple[str, ...] = ()
@@ -68,7 +75,7 @@ def prepare(
     for key in cfg.components:
         components.find(getattr(cfg, key)["_component_"], key)
     packs = RULES[cfg.protocol.name].packs
-    student = ready_model(
+    student = prepare_model(
         cfg.model,
         cfg.checkpointer,
         dtype,
@@ -129,12 +136,12 @@ def prepare(
     return Preflight(student, teacher, tokenizer, workload, warnings, notes)
 
 
-def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> ReadyModel:
+def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> PreparedModel:
     tp, cp = teacher_degrees(cfg)
     layout = Layout(tp, cp, packs, cfg.protocol.name, "teacher_parallel")
     own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
     with of_the_teacher():
-        return ready_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
+        return prepare_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
 
 
 def _bos_warnings(family: str | None, protocol: Protocol) -> Iterator[str]:
@@ -244,7 +251,7 @@ def describe(args: Sequence[str], num_processes: int) -> str:
 
 
 def _describe_model(
-    ready: ReadyModel, dims: ParallelDims, dtype: str, name: str = "model"
+    ready: PreparedModel, dims: ParallelDims, dtype: str, name: str = "model"
 ) -> dict[str, str]:
     num_parameters = sum(p.numel() for p in ready.model.parameters())
     itemsize = process_group.DTYPES[dtype].itemsize

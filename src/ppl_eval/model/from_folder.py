@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from ppl_eval.checkpoint.config_json import FAMILIES, ModelConfig, read_model_config
+from ppl_eval.checkpoint.weight_files import need_folder, refuse_adapter_only
 from ppl_eval.errors import UserError
-from ppl_eval.model.config_json import FAMILIES, ModelConfig, read_model_config
-from ppl_eval.model.folder import need_folder, refuse_adapter_only
 
 _ELSEWHERE = "measure it with transformers or lm-eval"
 

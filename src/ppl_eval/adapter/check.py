@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
+from ppl_eval.adapter import files as adapter_files
+from ppl_eval.adapter import settings as adapter_settings
+from ppl_eval.adapter.files import Contents, Matrices
+from ppl_eval.adapter.merge import LowRank
+from ppl_eval.checkpoint.weight_files import has_adapter
 from ppl_eval.errors import UserError
-from ppl_eval.model import adapter_config, adapter_files
-from ppl_eval.model.adapter_files import Contents, Matrices
-from ppl_eval.model.folder import has_adapter
-from ppl_eval.model.low_rank import LowRank
-from ppl_eval.parallel.adapted import AdaptedLinear
+from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.plural import some
 
 _HEAD = "output"
@@ -113,14 +114,14 @@ def read_adapter(
     settings_file = Path(folder) / "adapter_config.json"
     settings = None
     if settings_file.is_file():
-        settings = adapter_config.read_settings(settings_file)
+        settings = adapter_settings.read_settings(settings_file)
     elif not slots:
         raise UserError(
             f"{folder} has no adapter_config.json, which gives alpha: add the one that training"
             " wrote, or name the lora_* builder with its lora_rank and lora_alpha in the model"
             " section"
         )
-    exported = None if settings is None else adapter_config.is_by_torchtune(settings)
+    exported = None if settings is None else adapter_settings.is_by_torchtune(settings)
     converted = adapter_files.hugging_face_conversion(
         checkpointer, config, model, exported=exported is True
     )
@@ -208,7 +209,7 @@ def _check_places(
     for what, names in found:
         if names:
             raise UserError(f"{path} adapts {len(names)} {what}: {some(names)}")
-    wanted = slots or adapter_config.targeted(settings or {}, linears)
+    wanted = slots or adapter_settings.targeted(settings or {}, linears)
     missing = [name for name in wanted if name not in matrices]
     if missing:
         source = "the lora_* builder" if slots else "target_modules in adapter_config.json"
@@ -239,7 +240,7 @@ def _update(
         assert slot is not None
         stated: tuple[int, float] = (rank, slot.alpha)
     else:
-        stated = adapter_config.rank_and_alpha(settings, matrices.module)
+        stated = adapter_settings.rank_and_alpha(settings, matrices.module)
     if stated[0] != rank:
         raise UserError(
             f"adapter_config.json has r={stated[0]} for {matrices.module}, but lora_A in {path} has"
@@ -260,7 +261,7 @@ def _update(
                 f"{what} is {str(bool(expected)).lower()}, but {path} has"
                 f" {'a' if is_dora else 'no'} magnitude for {name}: set it as in training"
             )
-    scale = adapter_config.scale_of(told, *stated)
+    scale = adapter_settings.scale_of(told, *stated)
     return LowRank(matrices.a, matrices.b * scale, matrices.magnitude)
 
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from ppl_eval.beside import of_the_teacher, teacher_dims
+from ppl_eval.config.schema import EvalConfig
+from ppl_eval.evaluation.preflight import Preflight
+from ppl_eval.evaluation.steps import Teacher
+from ppl_eval.evaluation.teacher import of_the_teacher, teacher_dims
 from ppl_eval.parallel.dims import Meshes, ParallelDims
-from ppl_eval.preflight import Preflight
-from ppl_eval.schema import EvalConfig
-from ppl_eval.steps import Teacher
 
 
 def place(
@@ -21,8 +21,8 @@ def place(
     """Split and shard both models, and read this rank's weights of each.
 
     Args:
-        ready: from :func:`ppl_eval.preflight.prepare`; its models are on meta before and on
-            ``device`` after.
+        ready: from :func:`ppl_eval.evaluation.preflight.prepare`; its models are on meta before and
+            on ``device`` after.
         cfg: the checked config.
         dims: the student's.
         meshes: the student's, or None for one process.

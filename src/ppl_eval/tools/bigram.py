@@ -1,6 +1,6 @@
 """A bigram model of the embedded text: what any model that uses context must beat.
 
-    python -m ppl_eval.embedded.bigram
+    python -m ppl_eval.tools.bigram
 
 It prints the token perplexity of the held-out text, on the tokens that `tune run ppl_eval --config
 tiny_ppl_eval` scores, under a bigram table with interpolated unigrams, counted on training text.
@@ -13,8 +13,8 @@ from itertools import islice
 import numpy as np
 
 from ppl_eval.data.tokenizer import HFTokenizer
-from ppl_eval.embedded.text import documents
 from ppl_eval.shipped import embedded_path
+from ppl_eval.tools.text import documents
 
 TRAINING_SEED = 1
 HELD_OUT_SEED = 2

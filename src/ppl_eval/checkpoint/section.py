@@ -7,12 +7,12 @@ from typing import Any
 
 from ppl_eval import compat, components
 from ppl_eval import fingerprint as fingerprints
+from ppl_eval.checkpoint.config_json import ModelConfig
+from ppl_eval.checkpoint.names import Convert, converter, layout_of
+from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, Source, StateSource
+from ppl_eval.checkpoint.weight_files import check_shards, find_weight_files, need_folder
 from ppl_eval.errors import UserError
 from ppl_eval.files import refuse_lfs_pointer
-from ppl_eval.model.config_json import ModelConfig
-from ppl_eval.model.convert import Convert, converter, layout_of
-from ppl_eval.model.folder import check_shards, find_weight_files, need_folder
-from ppl_eval.model.source import DistributedSource, FileSource, Source, StateSource
 from ppl_eval.plural import some
 
 _OF_TRAINING = (

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval.config import load as load_config
+from ppl_eval.adapter.check import strip
+from ppl_eval.config.load import load as load_config
+from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.plan import batch_budget
 from ppl_eval.errors import UserError
-from ppl_eval.evaluation import fit_window
-from ppl_eval.model.adapter import strip
-from ppl_eval.model.agree import read_config_beside
+from ppl_eval.evaluation.loop import fit_window
+from ppl_eval.model.attention import QUERY_BLOCK, SCORE_ELEMENTS
 from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.check_config import read_config_beside
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES, device_type
 from ppl_eval.parallel.tensor import check_heads, split_axes
 from ppl_eval.plural import counted
 from ppl_eval.report.tables import align
-from ppl_eval.schema import EvalConfig
-from ppl_eval.score.attention import QUERY_BLOCK, SCORE_ELEMENTS
 from ppl_eval.score.head import CAST_ROWS, CHUNK_ELEMENTS
 
 MIB = 2**20

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval import components
+from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.tokenizer import HFTokenizer, TextTokenizer
 from ppl_eval.errors import UserError
-from ppl_eval.model.agree import read_config_beside
-from ppl_eval.model.auto import tokenizer_section
+from ppl_eval.model.check_config import read_config_beside
+from ppl_eval.model.from_folder import tokenizer_section
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.schema import EvalConfig
 
 
 @contextmanager

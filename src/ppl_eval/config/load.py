@@ -21,13 +21,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppl_eval import __version__, complete, components, launch, limits, overrides, shipped
+from ppl_eval import __version__, boundary, components, shipped
+from ppl_eval.checkpoint.weight_files import need_folder
+from ppl_eval.config import from_folder, limits, overrides
+from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.corpus import check_files
 from ppl_eval.data.protocol import RULES
 from ppl_eval.errors import UserError
 from ppl_eval.hints import HINTS, of_torchtune
-from ppl_eval.model.folder import need_folder
-from ppl_eval.schema import EvalConfig
 
 _DEFAULT_LOGGER = "torchtune.training.metric_logging.DiskLogger"
 _DTYPES = {
@@ -63,7 +64,7 @@ def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
 
     @functools.wraps(recipe_main)
     def main() -> None:
-        launch.guarded(lambda: recipe_main(load_for_run(sys.argv[1:])))
+        boundary.guarded(lambda: recipe_main(load_for_run(sys.argv[1:])))
 
     return main
 
@@ -89,13 +90,13 @@ def load(args: Sequence[str]) -> EvalConfig:
     parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
     known, arguments = parser.parse_known_args(args)
     if "log_level=DEBUG" in arguments:  # also for what is wrong with the config itself
-        launch.set_log_level("DEBUG")
+        boundary.set_log_level("DEBUG")
     content: Any = OmegaConf.to_container(read_yaml(shipped.config_path(known.config)))
     text_keys = [key for key, kind in known_keys().items() if kind in (str, str | None)]
     spelled = overrides.apply(content, arguments, text_keys)
     config = to_config(content, spelled)
     _refuse_ignored_folder(config, arguments)
-    launch.set_log_level(config.log_level)
+    boundary.set_log_level(config.log_level)
     return config
 
 
@@ -183,8 +184,8 @@ def to_config(content: dict[str, Any], spelled: Mapping[str, str] | None = None)
         raise UserError(f"config: {where}{(error.msg or str(error)).splitlines()[0]}") from error
     assert isinstance(config, EvalConfig)
     _check_values(config)
-    complete.from_folder(config)
-    complete.teacher_from_folder(config)
+    from_folder.from_folder(config)
+    from_folder.teacher_from_folder(config)
     _check_teacher(config)
     _check_components(config, spelled or {})
     return config
@@ -197,7 +198,7 @@ def _check_components(config: EvalConfig, spelled: Mapping[str, str]) -> None:
         if not node.get("_component_"):
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
         if key.endswith("checkpointer"):
-            complete.checkpointer(node, key)
+            from_folder.checkpointer(node, key)
         if key == "metric_logger" and "log_dir" in components.lacks(node, key):
             node["log_dir"] = f"{config.output_dir}/logs"
         for name in node:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torchtune.modules import MultiHeadAttention
 
+from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, differs, read_model_config
+from ppl_eval.checkpoint.names import layout_of
 from ppl_eval.errors import UserError
-from ppl_eval.model.config_json import NOTHING, ModelConfig, differs, read_model_config
-from ppl_eval.model.convert import layout_of
 
 _CONVERSIONS = {
     "qwen2": {"QWEN2"},

@@ -23,6 +23,15 @@ from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.data.windows import Windows
 from ppl_eval.errors import UserError
+from ppl_eval.evaluation.steps import (
+    Alone,
+    BesideTeacher,
+    Teacher,
+    check_meshes,
+    evaluating,
+    noise_batches,
+    noise_sample,
+)
 from ppl_eval.metrics.fidelity import Fidelity
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
@@ -34,15 +43,6 @@ from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.plural import counted
 from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.head import unwrapped
-from ppl_eval.steps import (
-    Alone,
-    BesideTeacher,
-    Teacher,
-    check_meshes,
-    evaluating,
-    noise_batches,
-    noise_sample,
-)
 
 logger = logging.getLogger("ppl_eval")
 

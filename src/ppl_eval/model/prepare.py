@@ -9,21 +9,21 @@ import torch
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval import fingerprint as fingerprints
+from ppl_eval.adapter.check import Adapter, install, read_adapter, strip
+from ppl_eval.checkpoint import section as checkpoints
+from ppl_eval.checkpoint.config_json import ModelConfig
+from ppl_eval.checkpoint.names import Convert
+from ppl_eval.checkpoint.tensor_files import Source
+from ppl_eval.checkpoint.weight_files import has_adapter
 from ppl_eval.errors import UserError
-from ppl_eval.model import checkpoint
-from ppl_eval.model.adapter import Adapter, install, read_adapter, strip
-from ppl_eval.model.agree import check_against_config, config_of
-from ppl_eval.model.auto import check_expressible
+from ppl_eval.model.attention import check_attention
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.config_json import ModelConfig
-from ppl_eval.model.convert import Convert
-from ppl_eval.model.folder import has_adapter
+from ppl_eval.model.check_config import check_against_config, config_of
+from ppl_eval.model.from_folder import check_expressible
 from ppl_eval.model.load import check_names, load
-from ppl_eval.model.source import Source
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import check_heads, split_decoder
-from ppl_eval.score.attention import check_attention
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class ReadyModel:
+class PreparedModel:
     """What is ready before any weight is read; the same on every rank.
 
     Attributes:
@@ -81,7 +81,7 @@ class ReadyModel:
     def fingerprint(self) -> str:
         """Hash of what makes the model: its component, its weights, how they are read, and its
         adapter."""
-        own = checkpoint.fingerprint(self.checkpointer, self.section)
+        own = checkpoints.fingerprint(self.checkpointer, self.section)
         if self.adapter is None:
             return own
         return fingerprints.of(own, fingerprints.of_files(list(self.adapter.files)))
@@ -118,7 +118,7 @@ class ReadyModel:
             self.adapter.forget()
 
 
-def ready_model(
+def prepare_model(
     section: Mapping[str, Any],
     checkpointer: Mapping[str, Any],
     dtype: torch.dtype,
@@ -126,7 +126,7 @@ def ready_model(
     *,
     adapter_dir: str | None = None,
     merge: bool = True,
-) -> ReadyModel:
+) -> PreparedModel:
     """Build a model on the meta device and check everything about it that needs no weights.
 
     Args:
@@ -140,7 +140,7 @@ def ready_model(
     Raises:
         UserError: whatever is wrong with section, checkpoint or adapter.
     """
-    node = checkpoint.complete_checkpointer(checkpointer)
+    node = checkpoints.complete_checkpointer(checkpointer)
     config = config_of(node)
     if section["_component_"].startswith("torchtune."):
         check_expressible(config, Path(node.get("checkpoint_dir") or "") / "config.json")
@@ -154,11 +154,11 @@ def ready_model(
             install(model, adapter)
     check_heads(model, layout.tp, section["_component_"], f"{layout.key}.tp")
     _check_layout(model, layout)
-    source, convert, names_layout = checkpoint.open_checkpoint(node, config)
+    source, convert, names_layout = checkpoints.open_checkpoint(node, config)
     checkpoint_dtype = check_names(model, source, convert, names_layout, adapter)
     warnings, notes = _about_adapters(node, adapter, bool(slots), section)
     notes = (*config.notes, *notes)
-    return ReadyModel(
+    return PreparedModel(
         section,
         node,
         config,

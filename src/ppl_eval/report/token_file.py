@@ -19,7 +19,7 @@ def write_tokens(path: Path, workload: Any, records: Mapping[str, np.ndarray]) -
 
     Args:
         path: of the file.
-        workload: of :mod:`ppl_eval.evaluation`.
+        workload: of :mod:`ppl_eval.evaluation.loop`.
         records: ``document`` and ``position`` of each scored token (int64 [scored]), in order, and
             what is known of it, by name.
     """

@@ -3,7 +3,7 @@
 A tale keeps its people, places and things; a bill keeps its prices and adds up; a program prints
 what its variables hold. A model that reads only the last token can know none of this.
 
-    python -m ppl_eval.embedded.text 1000 > train.jsonl
+    python -m ppl_eval.tools.text 1000 > train.jsonl
 
 gives documents to train on, none of which is in the held-out text.
 """
@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 
-from ppl_eval import launch
+from ppl_eval import boundary
 from ppl_eval.shipped import embedded_path
 
 _NAMES = (
@@ -132,7 +132,7 @@ def training_documents(count: int, seed: int) -> Iterator[dict[str, str]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m ppl_eval.embedded.text")
+    parser = argparse.ArgumentParser(prog="python -m ppl_eval.tools.text")
     parser.add_argument("count", type=int, help="how many documents")
     parser.add_argument("--seed", type=int, default=3, help="1 made the teacher, 2 the held-out")
     args = parser.parse_args()
@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.guarded(main, alone=True)
+    boundary.guarded(main, alone=True)

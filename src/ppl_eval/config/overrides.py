@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppl_eval import components
+from ppl_eval.config.schema import COMPONENTS, TEACHER_COMPONENTS
 from ppl_eval.errors import UserError
 from ppl_eval.hints import of_torchtune
-from ppl_eval.schema import COMPONENTS, TEACHER_COMPONENTS
 
 _SECTIONS = (*COMPONENTS, *TEACHER_COMPONENTS)
 _NULL = ("null", "None", "~")

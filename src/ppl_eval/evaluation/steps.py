@@ -16,14 +16,14 @@ from ppl_eval.metrics.ledger import NLL, Ledger
 from ppl_eval.metrics.perplexity import Perplexity
 from ppl_eval.metrics.positions import PositionLoss
 from ppl_eval.metrics.tokens import TokenRecords
+from ppl_eval.model.attention import attention_packed, attention_split
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
 from ppl_eval.parallel.tensor import ranks_of, tp_groups
-from ppl_eval.score.attention import attention_packed, attention_split
 from ppl_eval.score.divergence import COLUMNS
 from ppl_eval.score.head import score, unwrapped
-from ppl_eval.score.pair import PairScorer, Reader, score_perturbed
+from ppl_eval.score.teacher_student import PairScorer, Reader, score_perturbed
 
 NOISE_EVERY = 16
 """One batch in so many is read twice more, by the teacher and by the teacher rounded otherwise."""

@@ -1,6 +1,6 @@
 """Remake the embedded folders: tokenizer, teacher, distilled student, held-out text.
 
-    python -m ppl_eval.embedded.train DEST
+    python -m ppl_eval.tools.train DEST
 
 writes DEST/tiny_teacher, DEST/tiny_student and DEST/tiny_text. It takes about half an hour on two
 CPU cores. The text is the same everywhere; the weights depend on the machine's arithmetic.
@@ -24,8 +24,8 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval.data.tokenizer import HFTokenizer
-from ppl_eval.embedded.bigram import HELD_OUT_SEED, TRAINING_SEED
-from ppl_eval.embedded.text import documents
+from ppl_eval.tools.bigram import HELD_OUT_SEED, TRAINING_SEED
+from ppl_eval.tools.text import documents
 
 logger = logging.getLogger("ppl_eval.embedded")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval import components
+from ppl_eval.config.schema import TEACHER_COMPONENTS, EvalConfig
 from ppl_eval.errors import UserError
-from ppl_eval.model import auto
-from ppl_eval.schema import TEACHER_COMPONENTS, EvalConfig
+from ppl_eval.model import from_folder as auto
 
 _FOUND_LATER = ("checkpoint_files", "output_dir")
 

@@ -1,0 +1,1 @@
+"""Checkpoint folders: which files, which tensors, under which names, and their config.json."""

@@ -1,0 +1,1 @@
+"""What `ppl-eval` does around a run: check, plan, compare, drop-layers."""

@@ -1,0 +1,1 @@
+"""From a checked config, or a model at hand, to an evaluated ledger."""
