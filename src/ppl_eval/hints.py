@@ -4,7 +4,9 @@ _KEYS = {
     "a batch is bounded by its positions, not its rows: set max_tokens_per_batch": "batch_size",
     "set max_tokens_per_batch, the positions of a batch": "forward_batch_size",
     "set protocol.max_seq_len, the tokens of a window": "max_seq_length max_length",
-    "set protocol.name=packed, which puts several windows into a row": "packed",
+    "batches hold windows of nearly the same length, each in a row of its own: leave it out": (
+        "packed"
+    ),
     "set max_documents, the number of documents that are read": "limit",
     "this measures perplexity; tasks are what `tune run eleuther_eval` measures": (
         "tasks num_fewshot"

@@ -82,24 +82,3 @@ def test_heads_that_tp_does_not_divide(folders):
     )
     with pytest.raises(UserError, match=r"6 heads and 2 kv heads.*: set parallel.tp to 1 or 2"):
         prepared(folders["llama2"], (1, 1, 1, 3), shipped, dataset=f"{__name__}.texts")
-
-
-def packed(rank, folder):
-    """NLL by document, apart and packed, where windows and caps must stop at a document's end."""
-    found = []
-    for name in ("document", "packed"):
-        options = (f"protocol.name={name}", "protocol.max_seq_len=96", "max_tokens_per_batch=300")
-        result = on_mesh(folder, (1, 1, 1, 1), 1, *options, dataset=f"{__name__}.texts")
-        found.append([row["nll_nats_sum"] for row in result.summary.documents.rows()])
-    return found
-
-
-@pytest.mark.parametrize("name", [GEMMA2, MISTRAL])
-def test_packed_windows_and_caps(folders, name):
-    apart, together = run_on_ranks(1, packed, folders[name])[0]
-    assert together == pytest.approx(apart, rel=1e-6)
-
-
-def test_packed_rows_are_not_shared(folders):
-    with pytest.raises(UserError, match="packed does not share its rows: set parallel.cp=1"):
-        prepared(folders["llama2"], CP, "protocol.name=packed", dataset=f"{__name__}.texts")

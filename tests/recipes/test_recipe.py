@@ -516,7 +516,6 @@ def test_one_document_has_no_interval(tune):
     [
         ["protocol.add_eos=true"],
         ["protocol.max_seq_len=50", "protocol.stride=20", "protocol.add_bos=false"],
-        ["protocol.name=packed", "protocol.max_seq_len=90"],
         ["protocol.name=lm_eval_rolling", "protocol.max_seq_len=40"],
         ["protocol.name=llama_cpp", "protocol.max_seq_len=64"],
     ],
@@ -713,7 +712,7 @@ def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
     assert "nan" not in err
     code, _, err = tune("protocol.name=concat", *instruct(tmp_path, CHAT))
     assert code == 1
-    assert "the data set gives tokens: set protocol.name to document or packed" in err
+    assert "the data set gives tokens: set protocol.name=document" in err
 
 
 def test_a_limit_that_cuts_nothing_changes_nothing(tune, tmp_path):

@@ -214,29 +214,3 @@ def test_small_models_through_auto(real_model, monkeypatch, tmp_path, held_out, 
         "dtype=fp32",
     )
     assert_same(rows, by_transformers(folder, held_out, 20, 200, True))
-
-
-@pytest.mark.parametrize(("size", "bos"), [(64, "auto"), (100, "false")])
-def test_packed_is_document(monkeypatch, tmp_path, held_out, size, bos):
-    """Rows that hold several documents, blind to each other, positions restarted."""
-    options = ("max_documents=40", f"protocol.max_seq_len={size}", f"protocol.add_bos={bos}")
-    apart = measure(monkeypatch, tmp_path, "tiny_ppl_eval", *options)
-    packed = measure(monkeypatch, tmp_path, "tiny_ppl_eval", *options, "protocol.name=packed")
-    assert_same(packed, [(row["scored_tokens"], row["nll_nats_sum"]) for row in apart])
-    content = json.loads((tmp_path / "out/results.json").read_text())
-    assert content["protocol"]["name"] == "packed"
-
-
-def test_smollm2_packed_is_document(real_model, real_corpus, monkeypatch, tmp_path):
-    folder, texts = real_model("smollm2"), real_corpus("en_wikitext2_raw_test.jsonl")
-    rows = measure(
-        monkeypatch,
-        tmp_path,
-        "auto_ppl_eval",
-        f"checkpoint_dir={folder}",
-        f"dataset.data_files={texts}",
-        *("max_documents=5", "protocol.add_bos=false", "dtype=fp32", "protocol.name=packed"),
-    )
-    nll = sum(row["nll_nats_sum"] for row in rows)
-    assert nll == pytest.approx(FIVE_ARTICLES, rel=1e-6)
-    assert_same(rows, by_transformers(folder, texts, 5, 1024, False))

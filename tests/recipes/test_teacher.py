@@ -124,7 +124,7 @@ def samples():
 
 @pytest.mark.parametrize("name", [*RULES, "samples"])
 def test_every_protocol(tune, name):
-    """Losses as of each model alone; KL as by the protocol that reads the same windows."""
+    """Losses as of each model alone."""
     protocol = [f"protocol.name={'document' if name == 'samples' else name}", "max_documents=4"]
     protocol += ["protocol.max_seq_len=48", "max_tokens_per_batch=200"]
     if name == "samples":
@@ -140,12 +140,7 @@ def test_every_protocol(tune, name):
     table = rows()
     for key, expected in zip(("nll_nats_sum", "teacher_nll_nats_sum"), losses, strict=True):
         assert [row[key] for row in table] == pytest.approx(expected, rel=1e-6)
-    kl = results()["fidelity"]["kl_teacher_student_nats"]
-    assert kl > 0.01
-    if name == "packed":
-        document = [p.replace("packed", "document") for p in protocol]
-        assert tune(*PAIR, *document)[0] == 0
-        assert results()["fidelity"]["kl_teacher_student_nats"] == pytest.approx(kl, rel=1e-6)
+    assert results()["fidelity"]["kl_teacher_student_nats"] > 0.01
 
 
 def test_a_model_that_is_its_own_teacher(held_out):

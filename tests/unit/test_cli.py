@@ -218,7 +218,6 @@ IDLE = {
     "8": "share 1 batch, so 7 ranks will have no work: max_tokens_per_batch=25 gives each of them",
     "2": "share 1 batch, so 1 rank will have no work: max_tokens_per_batch=151 gives each of them",
     "9": "so 8 ranks will have no work: the text has no more than 8 windows, so take fewer process",
-    "7 protocol.name=packed": "the text has no more than 6 packed rows, so take fewer processes",
     "8 max_tokens_per_batch=25": None,
     "2 max_tokens_per_batch=151": None,
     "1": None,
@@ -228,7 +227,7 @@ IDLE = {
 @pytest.mark.parametrize("args", IDLE)
 def test_ranks_without_work(ppl_eval, tmp_path, args):
     """Windows of 19, 18, ... 12 input positions, so one batch of the 1,024 that a CPU takes. Two of
-    13 and 12 fit into 26; seven of at most 19 into 151; and rows of 32 hold 16 + 15 and 14 + 13."""
+    13 and 12 fit into 26; seven of at most 19 into 151."""
     texts = tmp_path / "texts.txt"
     texts.write_text("".join("x" * n + "\n" for n in range(12, 20)))
     folder = f"checkpoint_dir={shipped.embedded_path('tiny_student')}"

@@ -88,6 +88,7 @@ mistakes = {
     "process_group.timeout_s=0": "timeout_s is 0",
     "process_group.backend=mpi": "backend is 'mpi', but it is one of auto, gloo, nccl",
     "protocol.name=sliding": "protocol.name is 'sliding', but it is one of document",
+    "protocol.name=packed": "no longer a protocol: .* same number; set protocol.name=document",
     "seed=-1": "seed is -1",
     "seed=1000000000000000000000000": "seed is 1000000000000000000000000, but it is below",
     "model.rope_base=.inf": "model.rope_base is inf, but it is a finite number",
@@ -206,8 +207,8 @@ def test_a_key_of_torchtunes_recipes_gets_a_hint(key):
     assert is_named or re.search("leave it out|eleuther_eval|ppl_eval.evaluate", str(error.value))
 
 
-def test_what_torchtunes_data_set_takes_is_a_protocol_here():
-    with pytest.raises(UserError, match="dataset.packed: .*set protocol.name=packed"):
+def test_what_torchtunes_data_set_takes_gets_a_hint_here():
+    with pytest.raises(UserError, match="dataset.packed: .*nearly the same length.*leave it out"):
         load([*TINY, "dataset.packed=true"])
 
 

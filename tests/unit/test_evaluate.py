@@ -394,6 +394,11 @@ def test_a_bos_in_a_text_stays_where_the_protocol_gives_none(bytes_model):
     assert result.summary.total.nll_nats_sum == pytest.approx(expected[1], rel=1e-6)
 
 
+def test_protocol_packed_is_gone_and_the_error_says_what_to_take(bytes_model):
+    with pytest.raises(UserError, match="no longer a protocol: .*set protocol.name=document"):
+        evaluate(bytes_model, ByteTokenizer(), TEXTS, protocol="packed")
+
+
 def transformers_model(positions):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -71,45 +71,20 @@ def test_the_fingerprint_follows_windows_and_batches():
     assert not same & others
 
 
-@given(lengths, st.integers(1, 200), st.integers(33, 90))
-def test_packed_rows_hold_whole_windows(lengths, budget, row_positions):
-    windows = Protocol(33, None, 1, name="packed").windows(np.asarray(lengths))
-    plan = make_plan(windows, max_tokens_per_batch=budget, row_positions=row_positions)
-    seen = [int(n) for batch in plan.batches for n in batch]
-    assert sorted(seen) == list(range(len(windows)))
-    for batch, rows, positions in zip(plan.batches, plan.rows, plan.num_positions, strict=True):
-        assert rows[0] == 0
-        assert set(np.diff(rows).tolist()) <= {0, 1}
-        filled = np.bincount(rows, weights=windows.num_inputs[batch])
-        assert filled.max() <= row_positions
-        assert positions == len(filled) * filled.max()
-        assert positions <= budget or len(filled) == 1
-
-
-def test_packing_saves_rows():
-    windows = Protocol(33, None, 1, name="packed").windows(np.asarray([4] * 40))
-    plan = make_plan(windows, max_tokens_per_batch=66, row_positions=33)
-    assert plan.num_positions.tolist() == [64, 64, 32]
-
-
 @given(
     st.lists(st.integers(2, 120), min_size=1, max_size=40),
     st.integers(1, 400),
     st.integers(1, 40),
-    st.sampled_from([None, 33]),
 )
-def test_the_largest_budget_that_gives_each_rank_a_batch(lengths, budget, num_more, row_positions):
-    """It does, one more does not; none where there are fewer rows than ranks."""
-    name = "document" if row_positions is None else "packed"
-    windows = Protocol(33, None, 1, name=name).windows(np.asarray(lengths))
+def test_the_largest_budget_that_gives_each_rank_a_batch(lengths, budget, num_more):
+    """It does, one more does not; none where there are fewer windows than ranks."""
+    windows = Protocol(33, None, 1).windows(np.asarray(lengths))
 
     def num_batches(budget):
-        plan = make_plan(windows, max_tokens_per_batch=budget, row_positions=row_positions)
-        return len(plan.batches)
+        return len(make_plan(windows, max_tokens_per_batch=budget).batches)
 
-    plan = make_plan(windows, max_tokens_per_batch=budget, row_positions=row_positions)
-    num_ranks = len(plan.batches) + num_more
-    found = largest_budget_for(num_ranks, windows, budget, row_positions)
+    num_ranks = num_batches(budget) + num_more
+    found = largest_budget_for(num_ranks, windows, budget)
     if found is None:
         assert num_batches(1) < num_ranks
     else:

@@ -8,16 +8,16 @@ import torch
 from ppl_eval.metrics.positions import PositionLoss
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_bins(packed):
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_bins(in_parts):
     torch.manual_seed(0)
     nll = torch.rand(3, 40)
     scored = torch.rand(3, 40) > 0.3
     nll = nll * scored
-    positions = torch.arange(40) % 13 if packed else torch.arange(40)
+    positions = torch.arange(40) % 13 if in_parts else torch.arange(40)
     loss = PositionLoss()
     for _ in range(2):
-        loss.update(nll, scored, positions.expand(3, 40) if packed else None)
+        loss.update(nll, scored, positions if in_parts else None)
     loss.assemble(None)
     found = {tuple(row["context_tokens"]): row for row in loss.rows()}
     expected = {}

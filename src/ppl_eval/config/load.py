@@ -26,7 +26,7 @@ from ppl_eval.checkpoint.weight_files import need_folder
 from ppl_eval.config import from_folder, limits, overrides
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.corpus import check_files
-from ppl_eval.data.protocol import RULES
+from ppl_eval.data.protocol import rule_of
 from ppl_eval.errors import UserError
 from ppl_eval.hints import HINTS, of_torchtune
 
@@ -310,7 +310,7 @@ def _check_values(config: EvalConfig) -> None:
     for key in ("output_dir", "checkpoint_dir", "teacher_checkpoint_dir"):
         if getattr(config, key) == "":
             raise UserError(f"{key} is empty: write . for the current folder")
-    one_of("protocol.name", config.protocol.name, tuple(RULES))
+    rule_of(config.protocol.name)  # refuses an unknown name
     one_of("dtype", config.dtype, ("fp32", "bf16", "fp16"))
     one_of("teacher_dtype", config.teacher_dtype, (None, "fp32", "bf16", "fp16"))
     one_of("logits_dtype", config.logits_dtype, ("fp32", "model"))

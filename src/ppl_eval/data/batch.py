@@ -25,10 +25,7 @@ class Batch:
         scored_BT: which targets count (bool).
         document_BT: document of each target (int64).
         token_BT: place of each target among the document's tokens (int64).
-        positions: places of the inputs in their windows (int64 [T] or [B, T]), or None for
-            0, 1, 2, ...
-        spans: where the windows are, if rows hold several: (row, first position, positions) of
-            each; None if each has a row of its own.
+        positions: places of the inputs in their windows (int64 [T]), or None for 0, 1, 2, ...
     """
 
     rows: torch.Tensor
@@ -38,7 +35,6 @@ class Batch:
     document_BT: torch.Tensor
     token_BT: torch.Tensor
     positions: torch.Tensor | None = None
-    spans: tuple[tuple[int, int, int], ...] | None = None
 
     def part(self, context: ContextSplit | None) -> "Batch":
         """What this rank has of windows that several ranks share."""
@@ -89,38 +85,28 @@ def collate(
         rows = torch.empty(0, dtype=torch.int64)
         scored_nothing = torch.zeros((1, 1), dtype=torch.bool)
         return Batch(rows, nothing, nothing, scored_nothing, nothing, nothing)
-    numbers, row_of = plan.batches[number], plan.rows[number]
-    width = int(np.bincount(row_of, weights=windows.num_inputs[numbers]).max())
-    inputs = np.zeros((int(row_of[-1]) + 1, width), dtype=np.int64)
-    targets, positions = np.zeros_like(inputs), np.zeros_like(inputs)
-    documents, places = np.zeros_like(inputs), np.zeros_like(inputs)
+    numbers = plan.batches[number]
+    inputs = np.zeros((len(numbers), int(windows.num_inputs[numbers].max())), dtype=np.int64)
+    targets, documents, places = (np.zeros_like(inputs) for _ in range(3))
     scored = np.zeros(inputs.shape, dtype=bool)
     texts = corpus.fetch(windows.document[numbers].tolist())
-    spans, begin = [], 0
-    for place, window in enumerate(numbers):
-        row = int(row_of[place])
-        begin = 0 if place == 0 or row != row_of[place - 1] else begin
+    for row, window in enumerate(numbers):
         start = int(windows.start[window])
         stop = start + int(windows.num_tokens[window])
         lead = [protocol.bos_id] if windows.has_lead[window] else []
         read = protocol.read(texts[int(windows.document[window])], start, stop)
         tokens = np.concatenate([np.asarray(lead, dtype=np.int64), read])
         length = len(tokens) - 1
-        end = begin + length
-        inputs[row, begin:end] = tokens[:-1]
-        targets[row, begin:end] = tokens[1:]
-        positions[row, begin:end] = np.arange(length)
-        documents[row, begin:end] = windows.document[window]
-        places[row, begin:end] = np.arange(length) + start + 1 - len(lead)
-        first_target = begin + len(lead) + int(windows.num_skipped[window]) - 1
+        inputs[row, :length] = tokens[:-1]
+        targets[row, :length] = tokens[1:]
+        documents[row, :length] = windows.document[window]
+        places[row, :length] = np.arange(length) + start + 1 - len(lead)
+        first_target = len(lead) + int(windows.num_skipped[window]) - 1
         counts = corpus.counts(int(windows.document[window]))
         if counts is None:
-            scored[row, first_target:end] = True
+            scored[row, first_target:length] = True
         else:  # a row that came as tokens: its places are the document's
-            scored[row, first_target:end] = counts[start + first_target - begin + 1 : stop]
-        spans.append((row, begin, length))
-        begin = end
-    packs = protocol.rule.packs
+            scored[row, first_target:length] = counts[start + first_target + 1 : stop]
     return Batch(
         rows=torch.from_numpy(np.ascontiguousarray(numbers)),
         inputs_BT=torch.from_numpy(inputs),
@@ -128,6 +114,4 @@ def collate(
         scored_BT=torch.from_numpy(scored),
         document_BT=torch.from_numpy(documents),
         token_BT=torch.from_numpy(places),
-        positions=torch.from_numpy(positions) if packs else None,
-        spans=tuple(spans) if packs else None,
     )

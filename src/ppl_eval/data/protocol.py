@@ -29,7 +29,6 @@ class Rule:
         separator: joins all texts into one stream, where the config says null; None keeps documents
             apart.
         strides: whether ``stride`` means something.
-        packs: several windows share a row of at most max_seq_len positions, blind to each other.
         opens_with_bos: a wanted BOS is a token of the document, scored once, not a lead of windows.
         count_words: of a text.
         quirks: what a reader has to know of the number, in sentences.
@@ -39,7 +38,6 @@ class Rule:
     max_seq_len: int = 1024
     separator: str | None = None
     strides: bool = False
-    packs: bool = False
     opens_with_bos: bool = False
     count_words: Callable[[str], int] = lambda text: len(text.split())
     quirks: tuple[str, ...] = ()
@@ -54,7 +52,6 @@ def _sliding(length: np.ndarray, protocol: "Protocol") -> Windows:
 RULES = {
     "document": Rule(_sliding, strides=True),
     "concat": Rule(_sliding, separator="\n\n"),
-    "packed": Rule(_sliding, packs=True),
     "hf_stride": Rule(
         _sliding,
         separator="\n\n",
@@ -95,6 +92,23 @@ RULES = {
         quirks=("the tail that fills no block is dropped",),
     ),
 }
+
+
+def rule_of(name: str) -> Rule:
+    """The rule of a protocol.
+
+    Raises:
+        UserError: there is no protocol of this name.
+    """
+    if name == "packed":
+        raise UserError(
+            "protocol.name is 'packed', which is no longer a protocol: batches hold windows of"
+            " nearly the same length, so document has as little padding and fewer batches, for the"
+            " same number; set protocol.name=document"
+        )
+    if name not in RULES:
+        raise UserError(f"protocol.name is {name!r}, but it is one of {', '.join(RULES)}")
+    return RULES[name]
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ class Protocol:
     @property
     def rule(self) -> Rule:
         """What is particular to this protocol."""
-        return RULES[self.name]
+        return rule_of(self.name)
 
     @property
     def window_tokens(self) -> int:
@@ -172,11 +186,6 @@ class Protocol:
                 no windows, EOS or not, unless it has an opening BOS that is scored.
         """
         return self.rule.windows(self.num_tokens(num_text_tokens), self)
-
-    @property
-    def row_positions(self) -> int | None:
-        """Positions of a row that several windows share; None: each has a row of its own."""
-        return self.max_seq_len if self.rule.packs else None
 
     def num_tokens(self, num_text_tokens: np.ndarray) -> np.ndarray:
         """Tokens by document, with those that the protocol adds to be scored."""
@@ -212,7 +221,7 @@ class Protocol:
         if self.separator is not None or self.opening_id is not None or self.rule.opens_with_bos:
             raise UserError(
                 f"protocol.name is {self.name}, which reads texts, but the data set gives tokens:"
-                " set protocol.name to document or packed"
+                " set protocol.name=document"
             )
         return replace(self, bos_id=None, eos_id=None)
 
@@ -252,9 +261,7 @@ def make_protocol(
             window out of range; a separator for documents that are not joined.
     """
     components.need(tokenizer, "tokenizer", "encode", "bos_id", "eos_id")
-    if name not in RULES:
-        raise UserError(f"protocol.name is {name!r}, but it is one of {', '.join(RULES)}")
-    rule = RULES[name]
+    rule = rule_of(name)
     if add_bos not in (True, False, "auto"):
         raise UserError(f"protocol.add_bos is {add_bos!r}, but it is auto, true or false")
     if add_bos is True and tokenizer.bos_id is None:

@@ -161,11 +161,7 @@ def prepare(
             f" {'has' if len(rows) == 1 else 'have'} {counted(corpus.num_tokens.sum(), 'token')},"
             f" but {_why_nothing(windows)}"
         )
-    plan = make_plan(
-        windows,
-        max_tokens_per_batch=max_tokens_per_batch,
-        row_positions=protocol.row_positions,
-    )
+    plan = make_plan(windows, max_tokens_per_batch=max_tokens_per_batch)
     return Workload(corpus, protocol, windows, plan)
 
 
@@ -224,8 +220,6 @@ def run(
     num_steps = plan.num_steps(num_batch_ranks)
     num_scored = np.cumsum([windows.num_scored[numbers].sum() for numbers in plan.batches])
     context = ContextSplit.of(cp_group)
-    if context is not None and workload.protocol.rule.packs:
-        raise UserError("packed rows are not shared: take cp=1, or the protocol document")
     steps, models, contexts = _steps(model, teacher, device, context, fp32_logits, records)
     num_parts = 1 if context is None else context.size
     ledger = Ledger(len(windows), device, num_parts, steps.columns)

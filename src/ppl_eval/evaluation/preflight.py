@@ -16,7 +16,7 @@ from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.documents import labels
 from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
-from ppl_eval.data.protocol import RULES, Protocol, make_protocol
+from ppl_eval.data.protocol import Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.evaluation import loop as evaluation
 from ppl_eval.evaluation.teacher import (
@@ -74,16 +74,15 @@ def prepare(
     """
     for key in cfg.components:
         components.find(getattr(cfg, key)["_component_"], key)
-    packs = RULES[cfg.protocol.name].packs
     student = prepare_model(
         cfg.model,
         cfg.checkpointer,
         dtype,
-        Layout(cfg.parallel.tp, cfg.parallel.cp, packs, cfg.protocol.name),
+        Layout(cfg.parallel.tp, cfg.parallel.cp),
         adapter_dir=cfg.adapter.dir,
         merge=cfg.adapter.merge,
     )
-    teacher = _teacher(cfg, dtype, packs) if cfg.has_teacher else None
+    teacher = _teacher(cfg, dtype) if cfg.has_teacher else None
     models = [ready.model for ready in (student, teacher) if ready is not None]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
     window, notes = evaluation.fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
@@ -136,9 +135,9 @@ def prepare(
     return Preflight(student, teacher, tokenizer, workload, warnings, notes)
 
 
-def _teacher(cfg: EvalConfig, dtype: torch.dtype, packs: bool) -> PreparedModel:
+def _teacher(cfg: EvalConfig, dtype: torch.dtype) -> PreparedModel:
     tp, cp = teacher_degrees(cfg)
-    layout = Layout(tp, cp, packs, cfg.protocol.name, "teacher_parallel")
+    layout = Layout(tp, cp, "teacher_parallel")
     own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
     with of_the_teacher():
         return prepare_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
@@ -177,18 +176,18 @@ def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[
 
 
 def _idle_warnings(workload: evaluation.Workload, num_ranks: int, budget: int) -> Iterator[str]:
-    plan, positions = workload.plan, workload.protocol.row_positions
-    num_idle = num_ranks - len(plan.batches)
+    num_batches = len(workload.plan.batches)
+    num_idle = num_ranks - num_batches
     if num_idle <= 0:
         return
-    enough = largest_budget_for(num_ranks, workload.windows, budget, positions)
+    enough = largest_budget_for(num_ranks, workload.windows, budget)
     if enough is None:
-        rows = counted(plan.num_rows, "window" if positions is None else "packed row")
-        advice = f"the text has no more than {rows}, so take fewer processes"
+        windows = counted(len(workload.windows), "window")
+        advice = f"the text has no more than {windows}, so take fewer processes"
     else:
         advice = f"max_tokens_per_batch={enough} gives each of them some"
     yield (
-        f"{num_ranks:,} data-parallel ranks share {counted(len(plan.batches), 'batch')}, so"
+        f"{num_ranks:,} data-parallel ranks share {counted(num_batches, 'batch')}, so"
         f" {counted(num_idle, 'rank')} will have no work: {advice}"
     )
 

@@ -16,7 +16,7 @@ from ppl_eval.metrics.ledger import NLL, Ledger
 from ppl_eval.metrics.perplexity import Perplexity
 from ppl_eval.metrics.positions import PositionLoss
 from ppl_eval.metrics.tokens import TokenRecords
-from ppl_eval.model.attention import attention_packed, attention_split
+from ppl_eval.model.attention import attention_split
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import reshard
@@ -113,16 +113,15 @@ class Alone:
             ledger: written to.
         """
         batch = whole.part(self._context).to(self._device)
-        with attention_packed(unwrapped(self._model), batch.spans):
-            nll_BT = score(
-                self._model,
-                batch.inputs_BT,
-                batch.targets_BT,
-                batch.scored_BT,
-                positions=batch.positions,
-                fp32_logits=self._fp32_logits,
-            )
-        _write(ledger, batch, torch.stack([nll_BT, nll_BT.square()]))
+        nll_BT = score(
+            self._model,
+            batch.inputs_BT,
+            batch.targets_BT,
+            batch.scored_BT,
+            positions=batch.positions,
+            fp32_logits=self._fp32_logits,
+        )
+        ledger.write(batch.rows, torch.stack([nll_BT, nll_BT.square()]), batch.scored_BT)
         _record(self._records, batch, nll_nats=nll_BT)
         self._by_position.update(nll_BT, batch.scored_BT, batch.positions)
         self.running.update(nll_BT, batch.scored_BT)
@@ -176,18 +175,14 @@ class BesideTeacher:
         teachers = batch
         if self._context is not None or self._teacher_context is not None:
             teachers = whole.part(self._teacher_context).to(self._device)
-        models = (self._student, self._teacher.model)
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(attention_packed(unwrapped(model), batch.spans))
-            values_CBT = self._scorer.score(
-                _reader(self._student, batch, self._context),
-                _reader(self._teacher.model, teachers, self._teacher_context),
-                batch.targets_BT,
-                batch.scored_BT,
-                whole.inputs_BT.shape[1],
-            )
-        _write(ledger, batch, ledger_values(values_CBT))
+        values_CBT = self._scorer.score(
+            _reader(self._student, batch, self._context),
+            _reader(self._teacher.model, teachers, self._teacher_context),
+            batch.targets_BT,
+            batch.scored_BT,
+            whole.inputs_BT.shape[1],
+        )
+        ledger.write(batch.rows, ledger_values(values_CBT), batch.scored_BT)
         nll_BT, teacher_nll_BT, kl_BT = values_CBT[: COLUMNS.index("kl_teacher_student") + 1]
         _record(
             self._records,
@@ -219,14 +214,13 @@ class BesideTeacher:
             seed: of the rounding.
         """
         batch = whole.part(self._teacher_context).to(self._device)
-        with attention_packed(unwrapped(self._teacher.model), batch.spans):
-            values_CBT = score_perturbed(
-                _reader(self._teacher.model, batch, self._teacher_context),
-                batch.targets_BT,
-                batch.scored_BT,
-                seed,
-                torch.finfo(self.fidelity.coarser).eps,
-            )
+        values_CBT = score_perturbed(
+            _reader(self._teacher.model, batch, self._teacher_context),
+            batch.targets_BT,
+            batch.scored_BT,
+            seed,
+            torch.finfo(self.fidelity.coarser).eps,
+        )
         self.fidelity.update_noise(values_CBT, batch.scored_BT)
 
     def assemble(self, loss_group: dist.ProcessGroup | None) -> None:
@@ -291,13 +285,6 @@ def evaluating(
 
 def _reader(model: nn.Module, batch: Batch, context: ContextSplit | None) -> Reader:
     return Reader(model, batch.inputs_BT, batch.positions, context)
-
-
-def _write(ledger: Ledger, batch: Batch, values_CBT: torch.Tensor) -> None:
-    if batch.spans is None:
-        ledger.write(batch.rows, values_CBT, batch.scored_BT)
-    else:
-        ledger.write_spans(batch.rows, batch.spans, values_CBT, batch.scored_BT)
 
 
 def _record(records: TokenRecords | None, batch: Batch, **values: torch.Tensor) -> None:

@@ -83,25 +83,6 @@ class Ledger:
         self.sums[:, rows_B] = values_CBT.sum(dim=2, dtype=torch.float64)
         self.num_writes[rows_B] += 1
 
-    def write_spans(
-        self,
-        rows_W: torch.Tensor,
-        spans: Sequence[tuple[int, int, int]],
-        values_CBT: torch.Tensor,
-        scored_BT: torch.Tensor,
-    ) -> None:
-        """Enter the results of a batch whose rows hold several windows.
-
-        Args:
-            rows_W: window numbers (int64).
-            spans: (row, first position, positions) of each.
-            values_CBT: what each target adds to each column, 0 where not scored.
-            scored_BT: which targets were scored (bool).
-        """
-        for rows_1, (row, begin, length) in zip(rows_W.split(1), spans, strict=True):
-            place = (slice(row, row + 1), slice(begin, begin + length))
-            self.write(rows_1, values_CBT[(slice(None), *place)], scored_BT[place])
-
     def assemble(self, group: dist.ProcessGroup | None) -> None:
         """Complete the rows on every rank.
 

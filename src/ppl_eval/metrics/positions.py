@@ -29,7 +29,7 @@ class PositionLoss:
         Args:
             nll_BT: NLL of each target, 0 where not scored.
             scored_BT: which targets were scored (bool).
-            positions: places of the inputs in their windows ([T] or [B, T]); None: 0, 1, 2, ...
+            positions: places of the inputs in their windows ([T]); None: 0, 1, 2, ...
         """
         bins = context_bins(nll_BT.shape[1], positions, nll_BT.device)
         for number in range(NUM_BINS):
@@ -56,7 +56,7 @@ class PositionLoss:
 
 
 def context_bins(length: int, positions: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Bin of the target after each of ``length`` inputs ([T] or [B, T]): 0 for 1 token before it,
+    """Bin of the target after each of ``length`` inputs ([T]): 0 for 1 token before it,
     1 for 2 to 3, 2 for 4 to 7, ...
 
     Args:

@@ -4,7 +4,7 @@ Where a mask is needed queries are taken in blocks, so that no mask or score mat
 keys ever exists.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,22 +87,6 @@ class SplitAttention(_Attention):
         return torch.cat(attended, dim=2)
 
 
-@dataclass(frozen=True)
-class PackedAttention(_Attention):
-    """:class:`CausalAttention` in rows that hold several windows, blind to each other."""
-
-    whole: CausalAttention
-    spans: Sequence[tuple[int, int, int]]
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attended values of q, k, v [B, H, T, K]; zero in the padding."""
-        attended = torch.zeros_like(q)
-        for row, begin, length in self.spans:
-            place = (slice(row, row + 1), slice(None), slice(begin, begin + length))
-            attended[place] = self.whole.attend(q[place], k[place], v[place])
-        return attended
-
-
 @contextmanager
 def attention_split(model: nn.Module, context: ContextSplit | None) -> Iterator[None]:
     """Within it, the attention of a decoder's layers expects this rank's part of a window.
@@ -118,45 +102,14 @@ def attention_split(model: nn.Module, context: ContextSplit | None) -> Iterator[
         yield
         return
     calls = check_attention(model, f"parallel.cp is {context.size}", "parallel.cp=1")
-    split = [
-        SplitAttention(whole, context, attention.num_heads // attention.num_kv_heads)
-        for attention, whole in calls
-    ]
-    with _replaced([attention for attention, _ in calls], split):
-        yield
-
-
-@contextmanager
-def attention_packed(
-    model: nn.Module, spans: Sequence[tuple[int, int, int]] | None
-) -> Iterator[None]:
-    """Within it, the attention of a decoder's layers keeps the windows of a row apart.
-
-    Args:
-        model: a torchtune decoder; other modules cannot be told.
-        spans: (row, first position, positions) of each window; None changes nothing.
-
-    Raises:
-        UserError: a layer whose attention is not known.
-    """
-    if spans is None:
-        yield
-        return
-    calls = check_attention(model, "protocol.name is packed", "protocol.name=document")
-    packed = [PackedAttention(whole, spans) for _, whole in calls]
-    with _replaced([attention for attention, _ in calls], packed):
-        yield
-
-
-@contextmanager
-def _replaced(attentions: Sequence[Any], calls: Sequence[Any]) -> Iterator[None]:
-    before = [attention._attention_call for attention in attentions]
-    for attention, call in zip(attentions, calls, strict=True):
-        attention._attention_call = call
+    before = [attention._attention_call for attention, _ in calls]
+    for attention, whole in calls:
+        repeats = attention.num_heads // attention.num_kv_heads
+        attention._attention_call = SplitAttention(whole, context, repeats)
     try:
         yield
     finally:
-        for attention, call in zip(attentions, before, strict=True):
+        for (attention, _), call in zip(calls, before, strict=True):
             attention._attention_call = call
 
 

@@ -15,7 +15,6 @@ from ppl_eval.checkpoint.config_json import ModelConfig
 from ppl_eval.checkpoint.names import Convert
 from ppl_eval.checkpoint.tensor_files import Source
 from ppl_eval.checkpoint.weight_files import has_adapter
-from ppl_eval.errors import UserError
 from ppl_eval.model.attention import check_attention
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import check_against_config, config_of
@@ -33,15 +32,11 @@ class Layout:
     Attributes:
         tp: ranks that share a matrix.
         cp: ranks that share a window.
-        packs: whether rows hold several windows.
-        protocol: its name.
         key: of the config that says so.
     """
 
     tp: int = 1
     cp: int = 1
-    packs: bool = False
-    protocol: str = "document"
     key: str = "parallel"
 
 
@@ -178,15 +173,8 @@ def num_ids(model: TransformerDecoder) -> int:
 
 
 def _check_layout(model: TransformerDecoder, layout: Layout) -> None:
-    """Refuse attention that cannot be split or packed."""
-    if layout.packs:
-        check_attention(model, "protocol.name is packed", "protocol.name=document")
+    """Refuse attention that cannot be split."""
     if layout.cp > 1:
-        if layout.packs:
-            raise UserError(
-                f"{layout.key}.cp is {layout.cp}, but {layout.protocol} does not share its rows:"
-                f" set {layout.key}.cp=1, or protocol.name=document, which gives the same numbers"
-            )
         check_attention(model, f"{layout.key}.cp is {layout.cp}", f"{layout.key}.cp=1")
 
 
