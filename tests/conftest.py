@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from ranks import require
 
 from ppl_eval.shipped import embedded_path
 
@@ -30,6 +31,13 @@ def real_model():
 def real_corpus():
     """Name -> file of a real corpus, or a skip that says what is missing."""
     return lambda name: _from_env("PPL_EVAL_TEST_CORPORA", name)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """Where the test computes: each of its cases runs on the CPU and, if there is one, on a GPU."""
+    require(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """A checkpoint on a mesh, as the recipe runs it; for functions that run on ranks."""
 
-import torch
+from ranks import rank_device
 
 from ppl_eval.config.load import load as load_config
 from ppl_eval.evaluation import loop as evaluation
@@ -13,7 +13,7 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
-    """Evaluate the checkpoint in ``folder`` on ``mesh``; every rank calls it.
+    """Evaluate the checkpoint in ``folder`` on this rank's device; every rank calls it.
 
     Args:
         mesh: (dp_replicate, dp_shard, cp, tp).
@@ -21,14 +21,15 @@ def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
         dataset: import path of a function that gives texts.
     """
     dims = ParallelDims(*mesh, world_size=world_size)
-    meshes = dims.build_mesh("cpu")
+    device = rank_device()
+    meshes = dims.build_mesh(device.type)
     cfg = configured(folder, mesh, *overrides, dataset=dataset)
     ready = preflight.prepare(cfg, DTYPES[cfg.dtype])
-    teacher = place(ready, cfg, dims, meshes, torch.device("cpu"))
+    teacher = place(ready, cfg, dims, meshes, device)
     return evaluation.run(
         ready.student.model,
         ready.workload,
-        device=torch.device("cpu"),
+        device=device,
         batch_group=meshes.batch.get_group(),
         loss_group=meshes.loss.get_group(),
         cp_group=meshes.cp.get_group(),

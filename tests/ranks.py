@@ -1,75 +1,128 @@
-"""Run a function on several gloo ranks, quickly: a fork server with torch already imported."""
+"""Run a function on several ranks: forks of a server that has imported what tests need."""
 
 import multiprocessing
 import os
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+from unittest import mock
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torchtune.training", "datasets", "ppl_eval.evaluation.loop"]
+import pytest
+import torch
+import torch.distributed as dist
+
+_FORK = multiprocessing.get_context("forkserver")
+_FORK.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+        *("torch.distributed.checkpoint.state_dict_saver", "torch.profiler"),
+        *("datasets", "pytest", "scipy.stats", "torchtune.training", "transformers"),
+        *("ppl_eval.evaluation.loop", "ppl_eval.commands.plan", "helpers", "meshes"),
+    ]
 )
+_SPAWN = multiprocessing.get_context("spawn")
+"""For CUDA, which a fork could not use if an import had woken it in the server."""
 
 
-def run_on_ranks(world_size, function, *args, timeout_s=120):
+def run_on_ranks(world_size, function, *args, device="cpu", timeout_s=120):
     """What ``function(rank, *args)`` returns on each of ``world_size`` ranks, in order.
 
-    The ranks have one thread each, and a gloo group over all of them.
+    The ranks have one thread each, and one process group over all of them.
+
+    Args:
+        world_size: number of processes.
+        function: of a module, so that it can be pickled.
+        args: what it takes after its rank.
+        device: ``cpu`` (gloo), or ``cuda`` (nccl, and gloo for CPU tensors; rank r has GPU r).
+        timeout_s: seconds until the ranks are ended.
 
     Raises:
         AssertionError: a rank failed (with the traceback of the first), or took too long.
+        pytest.skip.Exception: this machine has fewer GPUs than ranks.
     """
+    require(device, world_size)
+    context = _SPAWN if device == "cuda" else _FORK
+    tests = str(Path(__file__).parent)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": _with(tests)}):
+        forkserver.ensure_running()
+    processes, readers = [], []
     with tempfile.TemporaryDirectory() as folder:
-        queue = _CONTEXT.SimpleQueue()
-        processes = [
-            _CONTEXT.Process(
-                target=_rank, args=(rank, world_size, f"{folder}/store", queue, function, args)
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        results, failures = {}, []
         try:
-            for _ in processes:
-                rank, ok, value = _get(queue, processes, timeout_s)
-                if not ok:
-                    failures.append(f"rank {rank}:\n{value}")
-                    break
-                results[rank] = value
+            for rank in range(world_size):
+                reader, writer = context.Pipe(duplex=False)
+                place = rank, world_size, device, f"{folder}/store"
+                process = context.Process(target=_rank, args=(writer, *place, function, args))
+                process.start()
+                writer.close()  # or else the reader would not see that the process has ended
+                processes.append(process)
+                readers.append(reader)
+            return _answers(readers, timeout_s)
         finally:
+            failed = any(not reader.closed for reader in readers)
             for process in processes:
-                process.join(10 if not failures else 0.1)
+                process.join(0.1 if failed else 10)
                 process.kill()
-        assert not failures, failures[0]
-        return [results[rank] for rank in range(world_size)]
 
 
-def _get(queue, processes, timeout_s):
-    if not queue._reader.poll(timeout_s):
-        codes = [process.exitcode for process in processes]
-        raise AssertionError(f"no answer within {timeout_s} s; exit codes {codes}")
-    return queue.get()
+def require(device, world_size=1):
+    """Skip the test that runs where ``device`` has too few GPUs for ``world_size`` ranks."""
+    if device == "cuda" and torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices, and there are {torch.cuda.device_count()}")
 
 
-def _rank(rank, world_size, store, queue, function, args):
-    import torch
-    import torch.distributed as dist
+def rank_device():
+    """The device of this rank of :func:`run_on_ranks`."""
+    if "nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
+
+def _with(folder):
+    """PYTHONPATH with ``folder`` in it, for the server's imports."""
+    before = os.environ.get("PYTHONPATH")
+    return f"{folder}{os.pathsep}{before}" if before else folder
+
+
+def _answers(readers, timeout_s):
+    """The results in order; a reader is closed once its rank has answered well."""
+    results, end = {}, monotonic() + timeout_s
+    while len(results) < len(readers):
+        heard = wait([r for r in readers if not r.closed], max(0, end - monotonic()))
+        missing = [rank for rank in range(len(readers)) if rank not in results]
+        assert heard, f"no answer of ranks {missing} within {timeout_s} s"
+        for rank in missing:
+            if readers[rank] not in heard:
+                continue
+            try:
+                ok, value = readers[rank].recv()
+            except EOFError:
+                ok, value = False, "the process ended without an answer"
+            assert ok, f"rank {rank}:\n{value}"
+            results[rank] = value
+            readers[rank].close()
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _rank(writer, rank, world_size, device, store, function, args):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        queue.put((rank, True, function(rank, *args)))
+        writer.send((True, function(rank, *args)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        queue.put((rank, False, traceback.format_exc()))
+        writer.send((False, traceback.format_exc()))
         raise
