@@ -87,7 +87,7 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
 
     compat.quiet()
     from ppl_eval.checkpoint import section as checkpoint
-    from ppl_eval.config.load import load as load_config
+    from ppl_eval.config.command_line import load as load_config
     from ppl_eval.model import build, load
     from ppl_eval.model.check_config import config_of
     from ppl_eval.parallel.dims import ParallelDims

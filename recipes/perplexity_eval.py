@@ -10,7 +10,7 @@ runs it, with the same configs.
 from ppl_eval.evaluation import loop as evaluation, preflight
 from ppl_eval import boundary
 from ppl_eval.evaluation.teacher import teacher_dims
-from ppl_eval.config.load import parse
+from ppl_eval.config import EvalConfig, parse
 from ppl_eval.errors import LimitExceeded, UserError
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.prepare import num_ids
@@ -31,7 +31,6 @@ from ppl_eval.report.results import (
     write_results,
 )
 from ppl_eval.report.token_file import write_tokens
-from ppl_eval.config.schema import EvalConfig
 
 import dataclasses
 import logging

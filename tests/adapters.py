@@ -9,7 +9,7 @@ from families import reference, write
 
 from ppl_eval.adapter.check import install, read_adapter, strip
 from ppl_eval.checkpoint.section import complete_checkpointer, open_checkpoint
-from ppl_eval.config.load import load as load_config
+from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import config_of
 from ppl_eval.model.load import check_names, load

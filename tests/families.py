@@ -135,7 +135,7 @@ def compare(name, folder, overrides=()):
         (largest relative difference of a document, largest difference of a token in nats,
         perplexity).
     """
-    from ppl_eval.config.load import load as load_config
+    from ppl_eval.config.command_line import load as load_config
     from ppl_eval.evaluation import loop as evaluation
     from ppl_eval.evaluation import preflight
     from ppl_eval.score.head import score

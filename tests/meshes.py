@@ -2,7 +2,7 @@
 
 from ranks import rank_device
 
-from ppl_eval.config.load import load as load_config
+from ppl_eval.config.command_line import load as load_config
 from ppl_eval.evaluation import loop as evaluation
 from ppl_eval.evaluation import preflight
 from ppl_eval.evaluation.placement import place

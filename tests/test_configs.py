@@ -1,5 +1,7 @@
 """Every shipped config: schema, components, names, and the commands in its header."""
 
+import dataclasses
+import inspect
 import json
 import re
 import shlex
@@ -8,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torchtune
+from omegaconf import OmegaConf
 from torchtune._recipe_registry import get_all_recipes
+from torchtune.config._utils import _get_component_from_path as component_from_path
 
 from ppl_eval import shipped
 from ppl_eval.checkpoint.config_json import NOTHING, interpret
-from ppl_eval.config.load import known_keys, load, read_yaml
-from ppl_eval.config.schema import COMPONENTS, TEACHER_COMPONENTS
+from ppl_eval.config.checks import leaves
+from ppl_eval.config.command_line import load, read_yaml
+from ppl_eval.config.schema import EvalConfig, ProtocolConfig
 from ppl_eval.errors import UserError
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import check_against_config
@@ -46,17 +51,50 @@ def test_a_config_fits_the_schema_and_builds_its_model(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_spells_out_every_key(name):
-    """A reader of the file sees the whole surface."""
+def test_a_config_says_only_what_is_particular_to_it(name):
+    """No key has its default, neither the schema's nor that of the component that takes it."""
     content = read_yaml(shipped.config_path(name))
-
-    def keys(node, prefix=""):
+    defaults = dict(leaves(dataclasses.asdict(EvalConfig())))
+    for key, value in leaves(content):
+        assert key not in defaults or value != defaults[key], key
+    for section in {"tokenizer", "checkpointer", "dataset", "teacher_checkpointer"} & set(content):
+        node = dict(content[section])
+        declared = inspect.signature(component_from_path(node.pop("_component_"))).parameters
         for key, value in node.items():
-            yield prefix + key
-            if hasattr(value, "items") and prefix + key not in (*COMPONENTS, *TEACHER_COMPONENTS):
-                yield from keys(value, f"{prefix}{key}.")
+            assert value != declared[key].default, f"{section}.{key}"
 
-    assert set(keys(content)) == set(known_keys())
+
+ELSEWHERE = {
+    "parallel.tp=2": lambda config: config.parallel.tp == 2,
+    "process_group.timeout_s=60": lambda config: config.process_group.timeout_s == 60,
+    "protocol.stride=16": lambda config: config.protocol.stride == 16,
+    "~protocol.stride": lambda config: config.protocol.stride is None,
+    "~protocol": lambda config: config.protocol == ProtocolConfig(),
+    "~device": lambda config: config.device is None,
+    "~dataset.column": lambda config: "column" not in config.dataset,
+    "~metric_logger.log_dir": lambda config: config.metric_logger["log_dir"].endswith("/logs"),
+    "metric_logger.log_dir=L": lambda config: config.metric_logger["log_dir"] == "L",
+    "metric_logger=null": lambda config: config.metric_logger is None,
+    "metric_logger={log_dir: L}": lambda config: (
+        config.metric_logger
+        == {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "L"}
+    ),
+    "dataset.source=wikitext": lambda config: config.dataset["source"] == "wikitext",
+    "adapter.dir=A": lambda config: config.adapter.dir == "A",
+    "bootstrap.resamples=5": lambda config: config.bootstrap.resamples == 5,
+    "fail_if.metrics.token_perplexity=3": lambda config: (
+        config.fail_if == {"metrics.token_perplexity": 3}
+    ),
+}
+"""Overrides of keys that a config does not have -> what they lead to."""
+
+
+@pytest.mark.parametrize("override", ELSEWHERE)
+@pytest.mark.parametrize("name", ["auto", "tiny_pair", "llama3_1/8B", "qwen2/1.5B_to_0.5B_KD"])
+def test_keys_that_a_config_leaves_out_can_be_set_and_removed(name, override):
+    folder = [f"checkpoint_dir={STUDENT}"] if name == "auto" else []
+    config = load(["--config", f"{name}_ppl_eval", *folder, override])
+    assert ELSEWHERE[override](config)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -363,9 +401,9 @@ def test_a_pair_is_torchtunes(name, kind):
     theirs, student, teacher = PAIRS[name]
     theirs = f"{theirs}_{kind}"
     recipes = Path(torchtune.__file__).parents[1] / "recipes"
-    published = read_yaml(recipes / "configs" / f"{theirs}.yaml")
+    published = OmegaConf.load(recipes / "configs" / f"{theirs}.yaml")
     pair, *alone = (
-        read_yaml(shipped.config_path(f"{n}_ppl_eval")) for n in (name, student, teacher)
+        OmegaConf.load(shipped.config_path(f"{n}_ppl_eval")) for n in (name, student, teacher)
     )
     builder = pair.model._component_
     assert published.model._component_ == builder.replace(".qwen2_0", ".lora_qwen2_0").replace(

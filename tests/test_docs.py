@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppl_eval.cli import _parser
-from ppl_eval.config.load import load
+from ppl_eval.config.command_line import load
 from ppl_eval.shipped import embedded_path
 
 ROOT = Path(__file__).resolve().parent.parent

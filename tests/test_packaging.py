@@ -118,10 +118,12 @@ def test_an_installation_works_from_any_folder(fresh, source, wheel, tmp_path, h
     if how == "editable":  # what is edited in the checkout counts, not a copy made by pip
         config = source / "configs" / "tiny_ppl_eval.yaml"
         original = config.read_text()
-        config.write_text(original.replace("seed: 1234", "seed: 4321"))
+        config.write_text(
+            original.replace("max_tokens_per_batch: 2048", "max_tokens_per_batch: 4321")
+        )
         run(fresh, "-m", "ppl_eval.cli", "cp", "tiny_ppl_eval", "edited.yaml", cwd=elsewhere)
         config.write_text(original)
-        assert "seed: 4321" in (elsewhere / "edited.yaml").read_text()
+        assert "max_tokens_per_batch: 4321" in (elsewhere / "edited.yaml").read_text()
     tune = ("-m", "torchtune._cli.tune", "run")
     config = "mine.yaml" if how == "folder" else "tiny_ppl_eval"
     run(

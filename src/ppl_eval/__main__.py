@@ -5,7 +5,7 @@ import runpy
 import sys
 
 from ppl_eval import boundary
-from ppl_eval.config import load as config
+from ppl_eval.config import command_line as config
 from ppl_eval.shipped import recipe_path
 
 # what is wrong with the command line is told before the recipe imports torch; several ranks need

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppl_eval import __version__, boundary, shipped
-from ppl_eval.config.load import load, load_for_run
+from ppl_eval.config.command_line import load, load_for_run
 from ppl_eval.errors import UserError
 
 

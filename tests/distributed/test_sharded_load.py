@@ -14,7 +14,7 @@ from torchtune.models.convert_weights import hf_to_tune
 from ppl_eval import UserError, shipped
 from ppl_eval.checkpoint import section as checkpoint
 from ppl_eval.checkpoint.config_json import NOTHING
-from ppl_eval.config.load import load as load_config
+from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model import build, load
 from ppl_eval.model.check_config import config_of
 from ppl_eval.parallel.dims import ParallelDims

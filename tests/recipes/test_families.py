@@ -11,7 +11,7 @@ import families
 from ppl_eval import UserError
 from ppl_eval.checkpoint import names as convert
 from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, read_model_config
-from ppl_eval.config.load import load as load_config
+from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model import build, corrections
 from ppl_eval.model import from_folder as auto
 from ppl_eval.score import head

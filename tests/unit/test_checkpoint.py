@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from ppl_eval import UserError, fingerprint, shipped
 from ppl_eval.checkpoint import section as checkpoint
 from ppl_eval.checkpoint.weight_files import find_weight_files
-from ppl_eval.config.load import load
+from ppl_eval.config.command_line import load
 from ppl_eval.evaluation import preflight
 
 

@@ -12,8 +12,8 @@ import torchtune
 from omegaconf import OmegaConf
 
 from ppl_eval import UserError, shipped
-from ppl_eval.config.load import known_keys, load
-from ppl_eval.config.schema import EvalConfig
+from ppl_eval.config.command_line import load
+from ppl_eval.config.schema import EvalConfig, known_keys
 
 STUDENT = str(shipped.embedded_path("tiny_student"))
 TEACHER = str(shipped.embedded_path("tiny_teacher"))
@@ -122,7 +122,7 @@ mistakes = {
     "--batch-size=4": "--batch-size=4 is not an option; .*set max_tokens_per_batch",
     "--nproc_per_node": "not an option; .*tune run --nproc_per_node N ppl_eval",
     "seed =4": "'seed =4' is not an override: write key=value",
-    "seed.x=1": "seed.x=1: seed is 1234, not a mapping of keys",
+    "seed.x=1": "unknown config key seed.x: seed is not a mapping of keys",
     "seed=1e3": "seed: Value '1000.0' of type 'float' could not be converted to Integer",
     "protocol.name=no": "protocol.name is 'no', but it is one of document",
     "output_dir=${": "config: output_dir: ",
@@ -137,7 +137,9 @@ mistakes = {
     "model=torchtune.models.llama3_1.llama3_1": "llama3_1, which has no tie_word_embeddings, but"
     " .*tiny_student/config.json says tie_word_embeddings=True: .*as .*llama3_2.llama3_2 has",
     "metric_logger=torchtune.training.metric_logging.MLFLowLogger": "did you mean MLFlowLogger",
-    "metric_logger={log_dir: x}": "metric_logger has no _component_",
+    "dataset={data_files: x}": "dataset has no _component_",
+    "~dataset.colum": "the config has no such key to remove; did you mean ~dataset.column",
+    "~protocol.strid": "the config has no such key to remove; did you mean ~protocol.stride",
     "fail_if=3": "fail_if is 3, but it is a mapping of keys",
     "fail_if.token_perplexity=3": "has token_perplexity, .*did you mean metrics.token_perplexity",
     "fail_if.metrics.token_perplexity=.inf": "token_perplexity is inf, but it is a finite number",
@@ -377,7 +379,7 @@ def test_mistakes_are_told_without_torch():
     code = """
 import sys
 from ppl_eval import UserError
-from ppl_eval.config.load import load_for_run
+from ppl_eval.config.command_line import load_for_run
 for args in %r:
     try:
         load_for_run(args)
@@ -408,7 +410,7 @@ def test_a_mistake_takes_less_than_a_second(command):
 @pytest.mark.parametrize("override", ["checkpoint_dir=x", "~dataset.data_files", "dtype=bf16"])
 def test_overrides_in_a_fresh_process(override):
     """The first command line of a process meets ${embedded:...} before anything resolved it."""
-    code = "from ppl_eval.config.load import load; "
+    code = "from ppl_eval.config.command_line import load; "
     code += f"load(['--config', 'tiny_ppl_eval', {override!r}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

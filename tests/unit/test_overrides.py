@@ -7,8 +7,6 @@ import pytest
 from ppl_eval import UserError
 from ppl_eval.config.overrides import apply
 
-TEXT = ("output_dir", "protocol.separator")
-
 values = {
     # text keys: as typed
     "output_dir=1e5": "1e5",
@@ -51,14 +49,14 @@ values = {
 @pytest.mark.parametrize("argument", values)
 def test_values(argument):
     content = {}
-    apply(content, [argument], TEXT)
+    apply(content, [argument])
     for part in argument.split("=")[0].split("."):
         content = content[part]
     assert content == values[argument]
 
 
 def test_the_spelling_of_numbers_is_kept():
-    spelled = apply({}, ["a.b=1e5", "a.c=no", "a.d=x", "output_dir=1e5", "seed=3"], TEXT)
+    spelled = apply({}, ["a.b=1e5", "a.c=no", "a.d=x", "output_dir=1e5", "seed=3"])
     assert spelled == {"a.b": "1e5", "a.c": "no", "seed": "3"}
 
 

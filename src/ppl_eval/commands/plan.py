@@ -12,7 +12,7 @@ import torch
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval.adapter.check import strip
-from ppl_eval.config.load import load as load_config
+from ppl_eval.config.command_line import load as load_config
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.plan import batch_budget
 from ppl_eval.errors import UserError

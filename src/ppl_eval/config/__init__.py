@@ -1,1 +1,21 @@
-"""The config surface, and the way from a command line to a checked config."""
+"""What a run is told: ``schema.py`` has every key, ``command_line.py`` reads them.
+
+``parse`` is imported from here, as torchtune's recipes take theirs from ``torchtune.config``.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ppl_eval.config.schema import EvalConfig
+
+if TYPE_CHECKING:
+    from ppl_eval.config.command_line import parse
+
+__all__ = ["EvalConfig", "parse"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "parse":
+        raise AttributeError(f"module 'ppl_eval.config' has no attribute {name!r}")
+    from ppl_eval.config import command_line  # only a program reads a command line
+
+    return command_line.parse

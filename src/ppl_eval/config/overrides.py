@@ -1,7 +1,8 @@
 """``key=value`` and ``~key``: what a command line changes in a config file's content."""
 
+import copy
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppl_eval import components
-from ppl_eval.config.schema import COMPONENTS, TEACHER_COMPONENTS
+from ppl_eval.config.schema import COMPONENTS, TEACHER_COMPONENTS, EvalConfig, is_text, known_keys
 from ppl_eval.errors import UserError
 from ppl_eval.hints import of_torchtune
 
@@ -37,32 +38,30 @@ class _Override:
         return len(self.path) - self.names_component
 
 
-def apply(
-    content: dict[str, Any], arguments: Sequence[str], text_keys: Collection[str] = ()
-) -> dict[str, str]:
+def apply(content: dict[str, Any], arguments: Sequence[str]) -> dict[str, str]:
     """Change ``content`` as the command line says, in torchtune's notation.
 
     ``model=pkg.builder`` names the ``_component_`` of ``model``; the keys of the old one go with
     it. A mapping or a list replaces a whole section. ``None`` is null. The last of two values wins.
 
     Args:
-        content: of the config file, interpolations not resolved; changed in place.
-        arguments: ``key=value`` or ``~key``.
-        text_keys: dotted keys whose values are text as typed, such as ``no`` or ``1e5``.
+        content: the content of the config file, interpolations not resolved; changed in place.
+        arguments: ``key=value`` or ``~key``. Values of the schema's text keys are text as typed,
+            such as ``no`` or ``1e5``.
 
     Returns:
         Dotted key -> its value as typed, for all numbers and booleans among the values.
 
     Raises:
         UserError: an argument that is no override, a value that cannot be read, a key to remove
-            that is not there.
+            that does not exist.
     """
     _spell_out_sections(content)
-    present = set(_paths(content))
-    read = [_read(argument, text_keys) for argument in arguments]
+    before = copy.deepcopy(content)
+    read = [_read(argument) for argument in arguments]
     for override in sorted(read, key=lambda each: each.depth):
         if override.spelled is None:
-            _remove(content, override, present)
+            _remove(content, override, before)
         elif override.names_component:
             _name_component(content, override.path[0], override.value)
         else:
@@ -85,7 +84,7 @@ def _spell_out_sections(content: dict[str, Any]) -> None:
             content[key] = {}
 
 
-def _read(argument: str, text_keys: Collection[str]) -> _Override:
+def _read(argument: str) -> _Override:
     key, equals, spelled = argument.partition("=")
     if key.startswith(("--", "+")):
         bare = key.lstrip("-+").replace("-", "_")
@@ -101,7 +100,7 @@ def _read(argument: str, text_keys: Collection[str]) -> _Override:
             f"{argument} gives no value: write {key}=null for none, or {key}=\"''\" for empty text"
         )
     path = tuple(key.split("."))
-    value = _text(spelled) if key in text_keys else _value(spelled, argument)
+    value = _text(spelled) if is_text(key) else _value(spelled, argument)
     if len(path) == 1 and key in _SECTIONS and isinstance(value, str) and "${" not in value:
         path = (key, "_component_")
     return _Override(argument, path, spelled, value)
@@ -181,25 +180,39 @@ def _set(content: dict[str, Any], override: _Override) -> None:
     node[last] = override.value
 
 
-def _remove(content: dict[str, Any], override: _Override, present: set[tuple[str, ...]]) -> None:
+def _remove(content: dict[str, Any], override: _Override, before: Mapping[str, Any]) -> None:
+    """Remove a key. One that is not there has its default already, if it is a key at all."""
     *parents, last = override.path
     node: Any = content
     for part in parents:
         node = node.get(part) if isinstance(node, dict) else None
     if isinstance(node, dict) and last in node:
         del node[last]
-    elif override.path not in present:  # or else another component has removed it
-        dotted = [".".join(path) for path in present]
-        close = difflib.get_close_matches(".".join(override.path), dotted, n=1)
+        return
+    dotted = override.argument[1:]
+    known = [*_paths(before), *known_keys()]
+    if dotted not in known and override.path[0] in _SECTIONS:
+        known += _component_paths(before, override.path[0])
+    if dotted not in known:
+        close = difflib.get_close_matches(dotted, known, n=1)
         hint = f"; did you mean ~{close[0]}?" if close else ""
         raise UserError(f"{override.argument}: the config has no such key to remove{hint}")
 
 
-def _paths(node: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def _component_paths(content: Mapping[str, Any], section: str) -> list[str]:
+    """Dotted keys of the arguments that a section's component takes."""
+    node = content.get(section) or getattr(EvalConfig(), section)
+    if not isinstance(node, dict) or "_component_" not in node:
+        return []
+    return [f"{section}.{name}" for name in components.argument_names(node, section)]
+
+
+def _paths(node: Any, above: str = "") -> list[str]:
+    """Dotted keys of everything in a mapping."""
     if not isinstance(node, dict):
         return []
     return [
         path
         for key, value in node.items()
-        for path in ((*above, str(key)), *_paths(value, (*above, str(key))))
+        for path in (f"{above}{key}", *_paths(value, f"{above}{key}."))
     ]

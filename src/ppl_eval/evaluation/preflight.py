@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from ppl_eval import components
 from ppl_eval.commands import plan as planner
+from ppl_eval.config.command_line import load as load_config
 from ppl_eval.config.limits import check_domains, check_known
-from ppl_eval.config.load import load as load_config
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
