@@ -18,7 +18,8 @@ from ppl_eval import shipped
 from ppl_eval.checkpoint.config_json import NOTHING, interpret
 from ppl_eval.config.checks import leaves
 from ppl_eval.config.command_line import load, read_yaml
-from ppl_eval.config.schema import EvalConfig, ProtocolConfig
+from ppl_eval.config.reference import full_config
+from ppl_eval.config.schema import EvalConfig, ProtocolConfig, known_keys
 from ppl_eval.errors import UserError
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import check_against_config
@@ -142,6 +143,22 @@ def test_the_commands_in_the_header_parse(name):
     if name != "auto_ppl_eval":
         pointed = load(["--config", name, f"checkpointer.checkpoint_dir={TEACHER}"])
         assert pointed.tokenizer["path"] == pointed.checkpointer["checkpoint_dir"] == TEACHER
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_full_config_has_every_key_explained_and_means_the_same_run(name, tmp_path):
+    folder = [f"checkpoint_dir={STUDENT}"] if name == "auto_ppl_eval" else []
+    text = full_config(name)
+    (tmp_path / "full.yaml").write_text(text)
+    content = read_yaml(tmp_path / "full.yaml")
+    for key in known_keys():
+        node = content
+        for part in key.split("."):
+            node = node[part]
+    commented = re.findall(r"# .*\n *(\w+):", text)
+    assert commented == [key.split(".")[-1] for key in known_keys()]
+    full = load(["--config", str(tmp_path / "full.yaml"), *folder])
+    assert full == load(["--config", name, *folder])
 
 
 def llama(**more):

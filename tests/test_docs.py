@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ppl_eval.cli import _parser
+from ppl_eval.config import reference
 from ppl_eval.config.command_line import load
+from ppl_eval.config.schema import known_keys
 from ppl_eval.shipped import embedded_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +59,19 @@ def test_links_between_pages_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
 
 
-def test_the_table_of_keys_is_the_one_that_is_read():
+def test_the_table_of_config_json_s_keys_is_the_one_that_is_read():
     import families
 
     assert "\n".join(families.table_of_keys()) in (ROOT / "docs/families.md").read_text()
+
+
+def test_the_reference_of_the_config_is_that_of_the_schema():
+    """`python -m ppl_eval.config.reference` prints it."""
+    assert "\n".join(reference.table()) in (ROOT / "docs/config.md").read_text()
+
+
+@pytest.mark.parametrize("key", known_keys())
+def test_every_key_of_the_config_is_explained_in_a_sentence(key):
+    meaning = reference.meanings()[key]
+    assert meaning.endswith(".")
+    assert len(meaning.split()) >= 3

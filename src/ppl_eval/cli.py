@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ppl_eval import __version__, boundary, shipped
 from ppl_eval.config.command_line import load, load_for_run
+from ppl_eval.config.reference import full_config
 from ppl_eval.errors import UserError
 
 
@@ -51,15 +52,21 @@ def _parser() -> argparse.ArgumentParser:
         "cp",
         "copy a shipped recipe or config to edit it",
         "smollm2/135M_ppl_eval mine.yaml",
+        "--full auto_ppl_eval mine.yaml",
         "ppl_eval my_recipe.py",
     )
     cp.add_argument("name", help="as `ppl-eval ls` shows it")
     cp.add_argument("destination", type=_path, help="file or existing folder")
+    cp.add_argument("--full", action="store_true", help="with every key of the config, explained")
     cp.add_argument("-n", "--no-clobber", action="store_true", help="keep a file that is there")
     cp.add_argument("--make-parents", action="store_true", help="create missing folders")
     cp.set_defaults(
         run=lambda args: _cp(
-            args.name, args.destination, keep=args.no_clobber, make_parents=args.make_parents
+            args.name,
+            args.destination,
+            full=args.full,
+            keep=args.no_clobber,
+            make_parents=args.make_parents,
         )
     )
 
@@ -119,13 +126,15 @@ def _ls() -> None:
             print(f"{recipe if number == 0 else '':<24}{name}")
 
 
-def _cp(name: str, destination: Path, *, keep: bool, make_parents: bool) -> None:
+def _cp(name: str, destination: Path, *, full: bool, keep: bool, make_parents: bool) -> None:
     if name in shipped.RECIPES:
         source, suffix = shipped.recipe_path(name), ".py"
     elif name in shipped.config_names():
         source, suffix = shipped.config_path(name), ".yaml"
     else:
         raise UserError(f"{name!r} is no shipped recipe or config: `ppl-eval ls` lists them")
+    if full and suffix == ".py":
+        raise UserError(f"--full is for a config, and {name} is a recipe: leave it out")
     if destination.is_dir():
         destination = destination / (f"{name}.py" if suffix == ".py" else source.name)
     elif destination.suffix != suffix:
@@ -136,7 +145,10 @@ def _cp(name: str, destination: Path, *, keep: bool, make_parents: bool) -> None
     try:
         if make_parents:
             destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, destination)
+        if full:
+            destination.write_text(full_config(name), encoding="utf-8")
+        else:
+            shutil.copyfile(source, destination)
     except OSError as error:
         hint = "" if destination.parent.is_dir() else "; --make-parents creates the folder"
         raise UserError(f"cannot write {destination}: {error.strerror}{hint}") from error

@@ -49,6 +49,7 @@ def test_cp(ppl_eval, tmp_path):
         source = shipped.recipe_path() if name == "ppl_eval" else shipped.config_path(name)
         assert (tmp_path / file).read_bytes() == source.read_bytes()
         assert file in out
+    assert "--full is for a config" in ppl_eval("cp", "--full", "ppl_eval", "mine.py")[2]
     (tmp_path / "mine.py").write_text("edited")
     _, out, _ = ppl_eval("cp", "-n", "ppl_eval", "mine.py")
     assert (tmp_path / "mine.py").read_text() == "edited"

@@ -27,7 +27,7 @@ class ProtocolConfig:
     """Most tokens of a window. null: what the protocol's own tool takes (1024; llama_cpp 512, gptq
     2048), or what the model reads if that is less."""
     stride: int | None = None
-    """Tokens that one window adds to the window before it. null: the protocol's own."""
+    """Text tokens from the beginning of a window to that of the next. null: the protocol's own."""
     add_bos: bool | str = "auto"
     """Whether a window begins with BOS: true, false, or auto (as the tokenizer does it)."""
     add_eos: bool = False
@@ -41,14 +41,14 @@ class ParallelConfig:
     """How the processes are laid out (docs/parallelism.md)."""
 
     dp_replicate: int = 1
-    """Copies of the model; each reads its own windows."""
+    """Copies of the model, each of which reads its own windows."""
     dp_shard: int = -1
-    """Processes that share the parameters of a copy; each reads its own windows. -1: all that are
-    left."""
+    """Processes that share the parameters of a copy (FSDP2), each of which reads its own windows.
+    -1: all that are left."""
     cp: int = 1
-    """Processes that share each window."""
+    """Processes that share each window (context parallelism)."""
     tp: int = 1
-    """Processes that share each matrix."""
+    """Processes that share each matrix (tensor parallelism)."""
     reshard_after_forward: bool = True
     """Whether the gathered parameters of a layer are freed after its forward pass."""
 
@@ -137,12 +137,12 @@ class EvalConfig:
     save_tokens: bool = False
     """Whether tokens.parquet is written, with the loss of every token."""
     fail_if: dict[str, Any] = field(default_factory=dict)
-    """Upper limits: a key of results.json, such as metrics.token_perplexity, and a number. A run
-    above one of them fails after its results are written."""
+    """Upper limits: keys of results.json, such as metrics.token_perplexity, with the largest number
+    allowed. A run with a larger value, or null, fails after its results are written."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     process_group: ProcessGroupConfig = field(default_factory=ProcessGroupConfig)
     device: str | None = None
-    """cpu or cuda. null: cuda if there is one."""
+    """cpu, cuda, or cuda:N for one process. null: cuda if there is one."""
     dtype: str = "fp32"
     """Precision of the model's parameters and activations."""
     logits_dtype: str = "fp32"
