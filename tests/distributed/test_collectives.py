@@ -68,7 +68,7 @@ BEFORE = [("allreduce_", n) for n in (2, 6 * 40)]
 
 
 def after(num_windows):
-    return [("allreduce_", n) for n in (num_windows, num_windows, 2 * num_windows, 48)]
+    return [("allreduce_", n) for n in (1, num_windows, num_windows, 2 * num_windows, 48)]
 
 
 def test_tensor_parallel():
@@ -113,7 +113,7 @@ def test_beside_a_teacher():
                 noise += [hidden] * 2 * (1 + 2 * LAYERS) + pair
         steps += noise
         assert len(shapes) > 16
-        totals = [num_windows, num_windows, len(SUMS) * num_windows, 48, 48]
+        totals = [1, num_windows, num_windows, len(SUMS) * num_windows, 48, 48]
         profiles = (13 * 200 + 2) + (2000 + 2) + 5 * (10 + 24)
         assert calls[: len(BEFORE) + len(steps)] == [*BEFORE, *steps]
         ends = calls[len(BEFORE) + len(steps) :]

@@ -2,14 +2,16 @@
 
 Every rank needs the number of tokens of every document (the plan is made for the whole corpus) but
 the ids of few. So each rank tokenises its share, the counts are added up once, and a rank encodes
-again what it has to score and did not count.
+again what it has to score and did not count. A text that all ranks read, such as one into which a
+protocol joins all documents, is tokenised by every rank at once: none waits for another.
 """
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,17 +21,66 @@ from ppl_eval import fingerprint
 from ppl_eval.data.documents import Document, come_as_tokens
 from ppl_eval.data.tokenizer import TextTokenizer, text_encoder
 from ppl_eval.errors import UserError
+from ppl_eval.parallel.failure import SharedFailure
 from ppl_eval.parallel.reduce import reduce_
 from ppl_eval.plural import counted
 
 _SHARE = 64
-"""Documents are dealt to the ranks in runs of this many."""
+"""Documents are dealt to the ranks in runs of at most this many."""
 
-_FAULT = 2**48
-"""More than the tokens of any document: a rank has found a fault."""
+_FAILED = 2**48
+"""More than the tokens of any document: a rank could not count its share."""
 
 _KEPT_TOKENS = 8_000_000
 """Ids that a rank keeps at most when it can encode them again (32 MB)."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Token ids of documents, without a special token that the protocol adds.
+
+    Attributes:
+        tokenizer: the same on every rank.
+        vocab_size: rows of the model's embedding, or None if they are not known.
+        added: (BOS, EOS) that the protocol puts around a text, None for none: one that is written
+            in the text itself is not taken for a token of it.
+    """
+
+    tokenizer: TextTokenizer
+    vocab_size: int | None
+    added: tuple[int | None, int | None]
+
+    @cached_property
+    def _encode(self) -> Callable[[Sequence[str]], list[list[int]]]:
+        return text_encoder(self.tokenizer)
+
+    def ids(self, documents: Sequence[Document], numbers: Sequence[int]) -> list[np.ndarray]:
+        """Ids (int32) of each document.
+
+        Args:
+            documents: texts, or rows that come as tokens.
+            numbers: their numbers in the corpus, for errors.
+
+        Raises:
+            UserError: a token id that the model does not have.
+        """
+        texts = [document.text for document in documents if document.tokens is None]
+        encoded = iter(self._encode(texts) if texts else ())
+        arrays = [
+            self._without_added(next(encoded)) if document.tokens is None else document.tokens
+            for document in documents
+        ]
+        for number, ids in zip(numbers, arrays, strict=True):
+            if ids.size and self.vocab_size is not None:
+                ends = [int(ids.min()), int(ids.max())]
+                check_ids(ends, self.vocab_size, f"document {number}")
+        return arrays
+
+    def _without_added(self, ids: Sequence[int]) -> np.ndarray:
+        bos_id, eos_id = self.added
+        begin = int(len(ids) > 0 and ids[0] == bos_id)
+        end = len(ids) - int(len(ids) > begin and ids[-1] == eos_id)
+        return np.asarray(ids[begin:end], dtype=np.int32)
 
 
 @dataclass
@@ -44,24 +95,22 @@ class EncodedCorpus:
         num_words: words by document, as the protocol counts them (int64 [documents]).
         lost_bytes: UTF-8 bytes by document that no token stands for (int64 [documents]).
         as_tokens: whether the documents came tokenised.
-        added: (BOS, EOS) that the protocol puts around a text, None for none: one that is written
-            in the text itself is not taken for a token of it.
         fingerprint: hash of the texts in their order.
     """
 
     documents: Sequence[Document]
-    tokenizer: TextTokenizer
-    vocab_size: int | None
     num_tokens: np.ndarray
     num_bytes: np.ndarray
     num_characters: np.ndarray
     num_words: np.ndarray
     lost_bytes: np.ndarray
     as_tokens: bool
-    added: tuple[int | None, int | None]
     fingerprint: str
-    _ids: "OrderedDict[int, np.ndarray]" = field(default_factory=OrderedDict)
-    _may_forget: bool = True
+    _encoder: Encoder
+    _group: dist.ProcessGroup | None
+    _ids: "OrderedDict[int, np.ndarray]"
+    _may_forget: bool
+    _failure: SharedFailure | None = None
     _num_kept: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,10 +127,40 @@ class EncodedCorpus:
             UserError: the text has another number of tokens here than where it was counted.
         """
         wanted = sorted(set(documents))
+        if self._failure is None:
+            return self._fetch(wanted)
+        if self._failure.error is None:
+            with self._failure:
+                return self._fetch(wanted)
+        return {n: np.zeros(self.num_tokens[n], dtype=np.int32) for n in wanted}
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Within it a rank whose text cannot be read again goes on, and at the end all ranks raise.
+
+        For steps with collectives, where the other ranks would wait for a rank that stops. Until
+        the end :meth:`fetch` gives that rank zeros for ids, as many as the documents have, so that
+        every step has the shapes of the plan. The end costs one reduction of a number. Every rank
+        that shared the tokenising enters and leaves.
+
+        Raises:
+            UserError: the text has another number of tokens on a rank than where it was counted.
+            RuntimeError: the data set or the tokenizer has failed on a rank.
+        """
+        if self._group is None:  # nobody waits
+            yield
+            return
+        self._failure = failure = SharedFailure()
+        try:
+            yield
+        finally:
+            self._failure = None
+        failure.raise_if_any(self._group)
+
+    def _fetch(self, wanted: Sequence[int]) -> dict[int, np.ndarray]:
         missing = [n for n in wanted if n not in self._ids]
         if missing:
-            chosen = [self.documents[n] for n in missing]
-            encoded = _encode(self.tokenizer, chosen, missing, self.vocab_size, self.added)
+            encoded = self._encoder.ids([self.documents[n] for n in missing], missing)
             for number, ids in zip(missing, encoded, strict=True):
                 if len(ids) != self.num_tokens[number]:
                     raise UserError(
@@ -92,13 +171,10 @@ class EncodedCorpus:
                 self._ids[number] = ids
                 self._num_kept += len(ids)
         found = {n: self._ids[n] for n in wanted}
-        self._forget_oldest()
-        return found
-
-    def _forget_oldest(self) -> None:
         while self._may_forget and self._num_kept > _KEPT_TOKENS and len(self._ids) > 1:
-            _, ids = self._ids.popitem(last=False)
+            _, ids = self._ids.popitem(last=False)  # the oldest
             self._num_kept -= len(ids)
+        return found
 
 
 def encode_corpus(
@@ -108,6 +184,7 @@ def encode_corpus(
     vocab_size: int | None = None,
     added: tuple[int | None, int | None] = (None, None),
     count_words: Callable[[str], int] = lambda text: len(text.split()),
+    joined: bool = False,
     group: dist.ProcessGroup | None = None,
     on_encode: Callable[[int, int], None] | None = None,
 ) -> EncodedCorpus:
@@ -117,113 +194,104 @@ def encode_corpus(
         documents: the same on every rank.
         tokenizer: the same on every rank.
         vocab_size: rows of the model's embedding; an id outside is an error.
-        added: (BOS, EOS) that the protocol puts around a text; see :class:`EncodedCorpus`.
-        count_words: of a text.
+        added: (BOS, EOS) that the protocol puts around a text; see :class:`Encoder`.
+        count_words: number of words in a text.
+        joined: whether each document is a stream of texts, of which every rank reads a part. Then,
+            and where there are fewer documents than ranks, every rank tokenises them all.
         group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
             counts everything.
         on_encode: called on this rank with the documents of its share that are done, and all of
             its share, after every few of them.
 
     Raises:
-        UserError: a token id that the model does not have, or ranks that see different corpora.
+        UserError: a token id that the model does not have, or ranks that see different corpora; the
+            same on every rank.
+        RuntimeError: the data set or the tokenizer has failed on one of several ranks; raised on
+            every rank.
     """
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    least, most = _extremes(np.asarray([len(documents)]), group)
+    if least != most:
+        raise UserError(
+            f"the ranks see corpora of {int(least[0])} to {int(most[0])} documents:"
+            " do all nodes read the same files?"
+        )
+    encoder = Encoder(tokenizer, vocab_size, added)
     counts = np.zeros((6, len(documents)), dtype=np.int64)
     ids: OrderedDict[int, np.ndarray] = OrderedDict()
-    _check_same_length(len(documents), group)
-    lost_bytes = getattr(tokenizer, "lost_bytes", lambda text: 0)
-    fault = None
-    starts = range(rank * _SHARE, len(documents), size * _SHARE)
-    num_own = sum(min(_SHARE, len(documents) - start) for start in starts)
-    num_done = 0
-    for start in starts:
-        numbers = range(start, min(start + _SHARE, len(documents)))
-        chosen = documents[start : numbers.stop]
-        try:
-            raws = [_bytes(document, n) for document, n in zip(chosen, numbers, strict=True)]
-            encoded = _encode(tokenizer, chosen, numbers, vocab_size, added)
-        except UserError as error:
-            fault = str(error)
-            break
-        for number, document, raw, token_ids in zip(numbers, chosen, raws, encoded, strict=True):
-            digest = hashlib.blake2b(raw, digest_size=8).digest()
-            has_text = document.tokens is None
-            counts[:, number] = (
-                len(token_ids),
-                len(raw) if has_text else 0,
-                len(document.text),
-                count_words(document.text) if has_text else 0,
-                lost_bytes(document.text),
-                np.frombuffer(digest, dtype=np.int64)[0],
-            )
-            ids[number] = token_ids
-        num_done += len(numbers)
-        if on_encode is not None:
-            on_encode(num_done, num_own)
-    counts[0, 0] = _FAULT if fault else counts[0, 0]
-    reduce_(torch.from_numpy(counts), group)
-    if counts[0, 0] >= _FAULT:
-        _raise_everywhere(fault, group)
+    is_shared = len(documents) >= size > 1 and not joined
+    failure = SharedFailure()
+    with failure:
+        runs = _share(len(documents), *((rank, size) if is_shared else (0, 1)))
+        for numbers in runs:
+            chosen = documents[numbers.start : numbers.stop]
+            contents = [_bytes(document, n) for n, document in zip(numbers, chosen, strict=True)]
+            encoded = encoder.ids(chosen, numbers)
+            for n, document, content, found in zip(numbers, chosen, contents, encoded, strict=True):
+                counts[:, n] = _counts(document, content, found, tokenizer, count_words)
+                ids[n] = found
+            if on_encode is not None:
+                on_encode(len(ids), sum(map(len, runs)))
+    if failure.error is not None:
+        counts[0, 0] = _FAILED
+    least = most = counts
+    if is_shared:
+        reduce_(torch.from_numpy(counts), group)
+    elif group is not None:
+        least, most = _extremes(counts, group)
+    if most[0, 0] >= _FAILED:
+        failure.raise_on_all(group)
+    if (least != most).any():
+        raise UserError(
+            f"document {int((least != most).any(axis=0).argmax())} is not the same on all ranks:"
+            " do all nodes read the same files?"
+        )
     return EncodedCorpus(
         documents=documents,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
         num_tokens=counts[0],
         num_bytes=counts[1],
         num_characters=counts[2],
         num_words=counts[3],
         lost_bytes=counts[4],
         as_tokens=come_as_tokens(documents),
-        added=added,
         fingerprint=fingerprint.of_arrays(counts[5]),
+        _encoder=encoder,
+        _group=group,
         _ids=ids,
-        _may_forget=size > 1,
+        _may_forget=is_shared,
     )
 
 
-def _raise_everywhere(fault: str | None, group: dist.ProcessGroup | None) -> NoReturn:
-    """All ranks raise what one of them found, so that none waits for it in a later collective."""
-    faults: list[str | None] = [fault]
-    if group is not None:
-        faults = [None] * dist.get_world_size(group)
-        dist.all_gather_object(faults, fault, group=group)
-    raise UserError(next(found for found in faults if found))
-
-
-def _check_same_length(length: int, group: dist.ProcessGroup | None) -> None:
-    longest = reduce_(torch.tensor([length, -length]), group, "max")
-    if longest[0] != -longest[1]:
-        raise UserError(
-            f"the ranks see corpora of {-int(longest[1])} to {int(longest[0])} documents:"
-            " do all nodes read the same files?"
-        )
-
-
-def _encode(
-    tokenizer: TextTokenizer,
-    documents: Sequence[Document],
-    numbers: Sequence[int],
-    vocab_size: int | None,
-    added: tuple[int | None, int | None],
-) -> list[np.ndarray]:
-    """Ids (int32) of ``documents``, whose numbers are ``numbers``, without an ``added`` (BOS, EOS)
-    that begins or ends a text."""
-    texts = [document.text for document in documents if document.tokens is None]
-    encoded = iter(text_encoder(tokenizer)(texts)) if texts else iter(())
-    arrays = [
-        _without(next(encoded), *added) if document.tokens is None else document.tokens
-        for document in documents
+def _share(num_documents: int, rank: int, size: int) -> list[range]:
+    """Runs of document numbers that a rank tokenises, as many documents on each as can be."""
+    length = max(1, min(_SHARE, num_documents // size))
+    return [
+        range(start, min(start + length, num_documents))
+        for start in range(rank * length, num_documents, size * length)
     ]
-    for number, ids in zip(numbers, arrays, strict=True):
-        if ids.size and vocab_size is not None:
-            check_ids([int(ids.min()), int(ids.max())], vocab_size, f"document {number}")
-    return arrays
 
 
-def _without(ids: Sequence[int], bos_id: int | None, eos_id: int | None) -> np.ndarray:
-    begin = int(len(ids) > 0 and ids[0] == bos_id)
-    end = len(ids) - int(len(ids) > begin and ids[-1] == eos_id)
-    return np.asarray(ids[begin:end], dtype=np.int32)
+def _counts(
+    document: Document,
+    content: bytes,
+    ids: np.ndarray,
+    tokenizer: TextTokenizer,
+    count_words: Callable[[str], int],
+) -> tuple[int, ...]:
+    """Tokens, bytes, characters, words and lost bytes of a document, and a hash of its content."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    key = int(np.frombuffer(digest, dtype=np.int64)[0])
+    if document.tokens is not None:
+        return len(ids), 0, 0, 0, 0, key
+    lost = getattr(tokenizer, "lost_bytes", lambda text: 0)(document.text)
+    return len(ids), len(content), len(document.text), count_words(document.text), lost, key
+
+
+def _extremes(values: np.ndarray, group: dist.ProcessGroup | None) -> tuple[np.ndarray, np.ndarray]:
+    """(least, most) of each value over the ranks, the same on every rank."""
+    both = torch.from_numpy(np.stack([-values, values]))
+    negated, most = reduce_(both, group, "max").numpy()
+    return -negated, most
 
 
 def check_ids(ids: Iterable[int | None], vocab_size: int, where: str) -> None:

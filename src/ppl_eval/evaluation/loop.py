@@ -5,6 +5,7 @@ The recipe and the Python API both go through here.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -151,6 +152,7 @@ def prepare(
         vocab_size=vocab_size,
         added=protocol.added,
         count_words=protocol.rule.count_words,
+        joined=protocol.separator is not None,
         group=group,
         on_encode=on_encode,
     )
@@ -237,7 +239,9 @@ def run(
             share = work[min(num_read, len(work)) - 1] / work[-1]
             on_step(Progress(step, num_steps, int(scored), float(share), steps.running))
 
-    with evaluating(models, contexts):
+    # where an error ends all processes there is no need to go on until the end with it
+    together = workload.corpus.failing_together() if check_every is None else nullcontext()
+    with together, evaluating(models, contexts):
         weights = stored_weights(model)
         for step in range(num_steps):
             number = plan.batch_of(step, batch_rank, num_batch_ranks)

@@ -1,0 +1,71 @@
+"""A failure of one rank that all ranks raise, so that none waits for it in a collective."""
+
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ppl_eval.errors import UserError
+from ppl_eval.parallel.reduce import reduce_
+
+
+class SharedFailure:
+    """Holds back what this rank alone would raise, until all ranks can raise it.
+
+    Work that may fail on one rank stands in ``with failure:``. An exception ends the block and is
+    kept, not lost: one of the methods must follow, on every rank.
+
+    Attributes:
+        error: the exception of this rank, or None.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> "SharedFailure":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+            return True
+        return False
+
+    def raise_if_any(self, group: dist.ProcessGroup | None) -> None:
+        """Raise on every rank if one of them has failed: one reduction of a number.
+
+        Args:
+            group: all ranks that call this; None for this rank alone.
+        """
+        num_failed = reduce_(torch.tensor([int(self.error is not None)]), group)
+        if num_failed:
+            self.raise_on_all(group)
+
+    def raise_on_all(self, group: dist.ProcessGroup | None) -> None:
+        """Raise what the first rank with a failure found; every rank knows that there is one.
+
+        Args:
+            group: all ranks that call this; None for this rank alone.
+
+        Raises:
+            UserError: the same sentence on every rank.
+            RuntimeError: another exception, named with its rank; on this rank it is the cause.
+        """
+        if group is None:
+            assert self.error is not None
+            raise self.error
+        own = None
+        if self.error is not None:
+            own = isinstance(self.error, UserError), type(self.error).__name__, str(self.error)
+        found: list[tuple[bool, str, str] | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, own, group=group)
+        rank, (is_users, kind, sentence) = next(
+            (rank, each) for rank, each in enumerate(found) if each is not None
+        )
+        if is_users:
+            raise UserError(sentence) from self.error
+        raise RuntimeError(f"rank {rank} failed with {kind}: {sentence}") from self.error
