@@ -14,6 +14,7 @@ from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import config_of
 from ppl_eval.model.load import check_names, load
 
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 TOKENS = torch.randint(3, 500, (2, 23), generator=torch.Generator().manual_seed(7))
 LORA = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],

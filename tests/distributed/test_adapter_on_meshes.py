@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from adapters import TOKENS, loaded, prepared, write_base, write_peft
+from adapters import LINEARS, TOKENS, loaded, prepared, write_base, write_peft
 from helpers import sharp_llama
 from ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
@@ -16,7 +16,6 @@ from ppl_eval.parallel.tensor import split_decoder
 from ppl_eval.score.head import score
 
 NAME = "qwen2_5 (biases, untied)"
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 CPU = torch.device("cpu")
 
 

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from ppl_eval.parallel.cut import as_shard, own_part
 
 _BLOCK_ROWS = 1024
 
@@ -38,24 +40,23 @@ def merged_shard(
         slot: plain or a DTensor with any placements; gives the dtype.
         device: of this rank.
     """
-    part = full.to_local() if isinstance(full, DTensor) else _along(full, slot, 0, 1)
-    scale = None
+    part = full.to_local() if isinstance(full, DTensor) else own_part(full, slot)
+    b, a = own_part(update.b, slot, 0), own_part(update.a, slot, 1).to(device).double()
+    merged = torch.empty(part.shape, dtype=slot.dtype, device=device)
+    scale = torch.ones(len(part), dtype=torch.float64, device=device)
     if update.magnitude is not None:
         scale = _dora_scale(full, update, slot, device)
-    b = _along(update.b, slot, 0)
-    a = _along(update.a, slot, 1).to(device, torch.float64)
-    merged = torch.empty(part.shape, dtype=slot.dtype, device=device)
-    for rows in _blocks(len(part)):
-        sums = part[rows].to(device, torch.float64) + b[rows].to(device, torch.float64) @ a
-        merged[rows] = sums if scale is None else sums.mul_(scale[rows].unsqueeze(1))
-    return _like(slot, merged)
+    blocks = (merged.split(_BLOCK_ROWS), _sums(part, b, a), scale.split(_BLOCK_ROWS))
+    for rows, sums, factors in zip(*blocks, strict=True):
+        rows.copy_(sums * factors.unsqueeze(1))
+    return as_shard(merged, slot)
 
 
 def dora_scale_shard(
     full: torch.Tensor, update: LowRank, slot: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """This rank's shard of an unmerged layer's ``dora_scale``; see :func:`merged_shard`."""
-    return _like(slot, _dora_scale(full, update, slot, device).to(slot.dtype))
+    return as_shard(_dora_scale(full, update, slot, device).to(slot.dtype), slot)
 
 
 def _dora_scale(
@@ -64,38 +65,13 @@ def _dora_scale(
     """magnitude / ||W + B A|| of this rank's rows in fp64; a row is read whole."""
     assert update.magnitude is not None
     assert not isinstance(full, DTensor)
-    weight, b = _along(full, slot, 0), _along(update.b, slot, 0)
-    a = update.a.to(device, torch.float64)
-    scale = _along(update.magnitude, slot, 0).to(device, torch.float64, copy=True)
-    for rows in _blocks(len(weight)):
-        sums = weight[rows].to(device, torch.float64) + b[rows].to(device, torch.float64) @ a
-        scale[rows] /= sums.norm(dim=1)
-    return scale
+    weight, b = own_part(full, slot, 0), own_part(update.b, slot, 0)
+    sums = _sums(weight, b, update.a.to(device).double())
+    norms = torch.cat([block.norm(dim=1) for block in sums])
+    return own_part(update.magnitude, slot, 0).to(device).double() / norms
 
 
-def _along(tensor: torch.Tensor, slot: torch.Tensor, *dims: int) -> torch.Tensor:
-    """The part of ``tensor`` that this rank's shard of ``slot`` has along ``dims``, whole along
-    the others."""
-    if not isinstance(slot, DTensor):
-        return tensor
-    # FSDP2's strided shard is no subclass of Shard, but has its dim
-    placements = [p if getattr(p, "dim", None) in dims else Replicate() for p in slot.placements]
-    return distribute_tensor(tensor, slot.device_mesh, placements, src_data_rank=None).to_local()
-
-
-def _like(slot: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A rank's own part as what ``slot`` is."""
-    if not isinstance(slot, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        slot.device_mesh,
-        slot.placements,
-        run_check=False,
-        shape=slot.shape,
-        stride=slot.stride(),
-    )
-
-
-def _blocks(num_rows: int) -> Iterator[slice]:
-    return (slice(i, i + _BLOCK_ROWS) for i in range(0, num_rows, _BLOCK_ROWS))
+def _sums(weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Iterator[torch.Tensor]:
+    """W + B A in fp64 on the device of ``a``, block of rows after block of rows."""
+    for rows, b_rows in zip(weight.split(_BLOCK_ROWS), b.split(_BLOCK_ROWS), strict=True):
+        yield rows.to(a.device).double() + b_rows.to(a.device).double() @ a

@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from ppl_eval import compat
@@ -16,6 +16,7 @@ from ppl_eval.adapter.merge import LowRank, dora_scale_shard, merged_shard
 from ppl_eval.checkpoint.names import Convert, convert_one
 from ppl_eval.checkpoint.tensor_files import DistributedSource, Source
 from ppl_eval.errors import UserError
+from ppl_eval.parallel.cut import as_shard, own_part, own_shard
 from ppl_eval.parallel.lora import local_part
 from ppl_eval.plural import some
 
@@ -174,7 +175,7 @@ def _read_in_turn(
                         _refuse_non_finite(shard, stored_name)
                     shards |= found
                 elif name == _HEAD:
-                    tied_copy = _own_shard(full, slots[_EMBEDDING], device)
+                    tied_copy = own_shard(full, slots[_EMBEDDING], device)
             bar.update(source.stored[stored_name].num_bytes)
     if tied_copy is not None:
         _refuse_other_head(tied_copy, shards[_EMBEDDING])
@@ -198,7 +199,9 @@ def _read_distributed(
                 # what an adapter is merged into is not rounded before
                 assert isinstance(stored.dtype, torch.dtype)
                 dtype = slots[name].dtype if _update(name, adapter) is None else stored.dtype
-                places[stored_name] = torch.empty_like(slots[name], dtype=dtype, device=device)
+                shape = local_part(slots[name]).shape
+                own = torch.empty(shape, dtype=dtype, device=device)
+                places[stored_name] = as_shard(own, slots[name])
                 homes[name] = stored_name
     source.read_into(places)
     shards: dict[str, torch.Tensor] = {}
@@ -222,14 +225,14 @@ def _shards(
     """This rank's shards of the parameter ``name``, and of the adapter beside it."""
     update = _update(name, adapter)
     if update is None:
-        return {name: _own_shard(full, slots[name], device)}
+        return {name: own_shard(full, slots[name], device)}
     names = {key: f"{name.removesuffix('weight')}{key}" for key in _ADAPTED}
     if names["lora_a.weight"] not in slots:
         return {name: merged_shard(full, update, slots[name], device)}
     shards = {
-        name: _own_shard(full, slots[name], device),
+        name: own_shard(full, slots[name], device),
         **{
-            names[key]: _own_shard(tensor, slots[names[key]], device)
+            names[key]: own_shard(tensor, slots[names[key]], device)
             for key, tensor in (("lora_a.weight", update.a), ("lora_b.weight", update.b))
         },
     }
@@ -247,16 +250,6 @@ def _update(name: str, adapter: Adapter | None) -> LowRank | None:
 def _unmerged(adapter: Adapter | None) -> list[str]:
     """Names that the adapter's own parameters have where it is not merged."""
     return [f"{name}.{key}" for name in (adapter.updates if adapter else ()) for key in _ADAPTED]
-
-
-def _own_shard(full: torch.Tensor, slot: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """This rank's part of a tensor that every rank can see, in the dtype of ``slot``."""
-    if isinstance(full, DTensor):  # it is that part already
-        return full.to(device=device, dtype=slot.dtype)
-    if isinstance(slot, DTensor):
-        shard = distribute_tensor(full, slot.device_mesh, slot.placements, src_data_rank=None)
-        return shard.to(device=device, dtype=slot.dtype)
-    return torch.empty(full.shape, dtype=slot.dtype, device=device).copy_(full)
 
 
 def _refuse_non_finite(shard: torch.Tensor, name: str) -> None:
@@ -288,9 +281,8 @@ def _refuse_other_copy(
     if copy is None:
         return
     slot = slots[name]
-    cpu = torch.device("cpu")
-    own, other = _own_shard(full, slot, cpu), _own_shard(copy, slot, cpu)
-    if not torch.equal(local_part(own), local_part(other)):
+    own = local_part(full) if isinstance(full, DTensor) else own_part(full, slot)
+    if not torch.equal(own.to(slot.dtype), own_part(copy, slot).to(own.device, slot.dtype)):
         raise UserError(
             f"the adapter comes with a {name} that is not the checkpoint's: it was trained too, or"
             " on another model; merge it with PEFT's merge_and_unload() first"
