@@ -90,7 +90,7 @@ class PerplexityEvalRecipe(EvalRecipeInterface):
         if self.ranks.world_size > 1:
             group = cfg.process_group
             process_group.start(group.backend, group.timeout_s, self.device)
-            self.meshes = self.dims.build_mesh(self.device.type)
+            self.meshes = self.dims.build_mesh(self.device.type, cfg.process_group.timeout_s)
         with self.timer.phase("data"):
             self.ready = preflight.prepare(
                 cfg, self.dtype, process_group.world(), num_ranks=self.dims.batch_size

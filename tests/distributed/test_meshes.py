@@ -152,6 +152,20 @@ def test_replicas_and_context_in_the_right_purposes():
     assert [f["cp"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def timeouts(rank):
+    """Seconds that the group of each purpose waits for a rank."""
+    meshes = ParallelDims(dp_shard=1, cp=2, tp=2, world_size=4).build_mesh("cpu", timeout_s=77)
+    names = ("batch", "fsdp", "loss", "cp", "tp")
+    groups = [getattr(meshes, name).get_group() for name in names]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_groups_of_a_mesh_do_not_wait_for_half_an_hour():
+    """torch gives a new group its own default, whatever the default group was started with."""
+    assert run_on_ranks(4, timeouts) == [[77] * 5] * 4
+
+
 def collectives(rank, dp_replicate):
     """What a whole evaluation communicates: name of each collective and elements of its tensors."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -38,7 +38,7 @@ def place(
         return None
     own_dims = teacher_dims(cfg, dims)
     if meshes is not None and own_dims != dims:
-        meshes = own_dims.build_mesh(device.type)
+        meshes = own_dims.build_mesh(device.type, cfg.process_group.timeout_s)
     with of_the_teacher():
         ready.teacher.place(
             meshes,

@@ -1,8 +1,11 @@
 """ParallelDims: degrees of parallelism -> device meshes, handed out by purpose."""
 
+import math
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppl_eval.errors import UserError
@@ -75,29 +78,43 @@ class ParallelDims:
         """Number of ranks that share the parameters of one copy of the model."""
         return self.dp_shard * self.cp
 
-    def build_mesh(self, device_type: str) -> "Meshes":
+    def build_mesh(self, device_type: str, timeout_s: float | None = None) -> "Meshes":
         """Build the meshes; every rank calls it, after ``init_process_group``.
+
+        Axes over the same ranks share one group. torch connects a group's ranks when it is made,
+        so a rank pays for each group that it belongs to: five at most.
 
         Args:
             device_type: ``cpu`` or ``cuda``.
+            timeout_s: seconds that a collective of these groups waits for the other ranks, which
+                torch doesn't take from the default group; None takes torch's default.
         """
-        ranks = torch.arange(self.world_size)
+        shape = (self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        ranks = torch.arange(self.world_size).view(shape)
+        groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
-        def mesh(**axes: int) -> DeviceMesh:
-            shaped = ranks.view(tuple(axes.values()))
-            return DeviceMesh(device_type, shaped, mesh_dim_names=tuple(axes))
+        def group_over(*axes: int) -> dist.ProcessGroup:
+            """This rank's group of the ranks that differ on ``axes`` alone."""
+            others = [axis for axis in range(4) if axis not in axes]
+            size = math.prod(shape[axis] for axis in axes)
+            rows = tuple(map(tuple, ranks.permute(*others, *axes).reshape(-1, size).tolist()))
+            if rows not in groups:
+                groups[rows] = _own_group(rows, timeout_s)
+            return groups[rows]
 
-        # One root mesh per purpose: slices of a flattened axis are deprecated, and what follows
-        # uses nothing but DeviceMesh's constructor. FSDP and TP must share a root.
-        sharding = mesh(dp_replicate=self.dp_replicate, fsdp=self.fsdp_size, tp=self.tp)
-        batch = mesh(batch=self.batch_size, model=self.cp * self.tp)
-        loss = mesh(loss=self.batch_size * self.cp, tp=self.tp)
-        context = mesh(batch=self.batch_size, cp=self.cp, tp=self.tp)
+        def mesh(name: str, *axes: int) -> DeviceMesh:
+            return DeviceMesh.from_group(group_over(*axes), device_type, mesh_dim_names=(name,))
+
+        # FSDP2 on top of tp wants both as slices of one mesh: the ranks of this rank's replica.
+        replica = ranks[dist.get_rank() // ranks[0].numel()].reshape(self.fsdp_size, self.tp)
+        sharding = DeviceMesh.from_group(
+            [group_over(1, 2), group_over(3)], device_type, replica, mesh_dim_names=("fsdp", "tp")
+        )
         return Meshes(
-            batch=batch["batch"],
+            batch=mesh("batch", 0, 1),
             fsdp=sharding["fsdp"],
-            loss=loss["loss"],
-            cp=context["cp"],
+            loss=mesh("loss", 0, 1, 2),
+            cp=mesh("cp", 2),
             tp=sharding["tp"],
         )
 
@@ -125,3 +142,19 @@ class Meshes:
     loss: DeviceMesh
     cp: DeviceMesh
     tp: DeviceMesh
+
+
+def _own_group(rows: tuple[tuple[int, ...], ...], timeout_s: float | None) -> dist.ProcessGroup:
+    """The group of this rank's row; ``rows`` holds each rank once, and is the same on all ranks."""
+    world = dist.group.WORLD
+    assert world is not None, "init_process_group comes first"
+    if len(rows) == 1:
+        return world
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    own = None
+    for row in rows:  # every rank makes the call for every group: torch numbers them by its calls
+        group = dist.new_group(list(row), timeout=timeout)
+        if isinstance(group, dist.ProcessGroup):
+            own = group
+    assert own is not None, "rows leave this rank out"
+    return own

@@ -1,5 +1,6 @@
 """This process among the others: its device, its rank, and the default process group."""
 
+import os
 from datetime import timedelta
 
 import torch
@@ -49,11 +50,15 @@ def pick_device(name: str | None, local_rank: int, num_processes: int = 1) -> to
             f"device is {name!r}, but {num_processes} processes cannot share one GPU: set"
             " device=cuda, and each takes its own"
         )
+    num_gpus = torch.cuda.device_count()
     index = local_rank if device.index is None else device.index
-    if index >= torch.cuda.device_count():
+    if device.index is None and num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        index = 0  # the launcher gave each process a GPU; start() refuses if two have the same
+    if index >= num_gpus:
         raise UserError(
-            f"process {local_rank} of this machine wants GPU {index}, but there are"
-            f" {torch.cuda.device_count()}: start at most one process for each GPU"
+            f"process {local_rank} of this machine wants GPU {index}, but"
+            f" {'there is' if num_gpus == 1 else 'there are'} {num_gpus}:"
+            " start at most one process for each GPU"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -67,7 +72,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         UserError: the device cannot compute in it.
     """
     dtype = DTYPES[name]
-    if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    if (
+        dtype is torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise UserError(
             f"dtype is bf16, but {torch.cuda.get_device_name(device)} does not compute in it:"
             " set dtype=fp16 or dtype=fp32"
@@ -85,7 +94,7 @@ def start(backend: str, timeout_s: float, device: torch.device) -> None:
         device: the device of this process.
 
     Raises:
-        UserError: a backend that does not serve the device.
+        UserError: a backend that does not serve the device, or two processes with one GPU.
     """
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -97,6 +106,24 @@ def start(backend: str, timeout_s: float, device: torch.device) -> None:
     elif backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if device.type == "cuda":
+        _check_gpus_differ(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def _check_gpus_differ(uuid: str) -> None:
+    """Refuse two processes on one GPU, which NCCL does not connect; every rank calls it.
+
+    Args:
+        uuid: names the GPU of this rank among those of all machines.
+    """
+    uuids: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(uuids, uuid)
+    for rank, other in enumerate(uuids):
+        if uuids.index(other) < rank:
+            raise UserError(
+                f"processes {uuids.index(other)} and {rank} have the same GPU ({other}): start at"
+                " most one process for each GPU"
+            )
 
 
 def world() -> dist.ProcessGroup | None:
