@@ -78,8 +78,7 @@ def report_of(student, teacher, mesh, *overrides):
         *overrides,
         dataset=f"{__name__}.texts",
     )
-    documents = result.summary.documents
-    found = fidelity(documents, documents.by_domain(), result.fidelity, rows=(509, 509))
+    found = fidelity(result.summary, result.fidelity, num_ids=(509, 509))
     totals = result.summary.total, result.teacher.total
     return found, *((total.num_scored, total.nll_nats_sum) for total in totals)
 

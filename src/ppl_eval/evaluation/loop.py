@@ -36,13 +36,13 @@ from ppl_eval.evaluation.steps import (
 from ppl_eval.metrics.fidelity import Fidelity
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.metrics.perplexity import Perplexity
+from ppl_eval.metrics.summary import Summary, summarise
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.stored import StoredWeights, stored_weights
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.plural import counted
-from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.head import unwrapped
 
 logger = logging.getLogger("ppl_eval")
