@@ -90,6 +90,7 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     from ppl_eval.config.command_line import load as load_config
     from ppl_eval.model import build, load
     from ppl_eval.model.check_config import config_of
+    from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
     from ppl_eval.parallel.dims import ParallelDims
     from ppl_eval.parallel.shard import shard_decoder
 
@@ -106,9 +107,8 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     if world_size > 1:
         store = f"file://{scratch}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-        shard_decoder(
-            model, model.layers, ParallelDims(world_size=world_size).build_mesh("cpu").fsdp
-        )
+        meshes = ParallelDims(world_size=world_size).build_mesh("cpu")
+        shard_decoder(TorchtuneDecoder(model), meshes.fsdp)
         dist.barrier()
     base, disk_before = rss_anon(), disk_reads()
     with Peak() as peak:

@@ -76,14 +76,15 @@ def rank_main(
     from ppl_eval import compat
     from ppl_eval.checkpoint.config_json import NOTHING
     from ppl_eval.commands.plan import Sizes, estimate
-    from ppl_eval.data.batch import Batch
-    from ppl_eval.model.attention import attention_split
     from ppl_eval.model.build import build_on_meta
-    from ppl_eval.parallel.context import ContextSplit
+    from ppl_eval.model.torchtune_decoder import decoder_of
     from ppl_eval.parallel.dims import ParallelDims
+    from ppl_eval.parallel.groups import Groups
     from ppl_eval.parallel.shard import shard_decoder
     from ppl_eval.parallel.tensor import split_decoder
-    from ppl_eval.score.head import score
+    from ppl_eval.score.batch import Batch, Tokens
+    from ppl_eval.score.reader import Reader, evaluating
+    from ppl_eval.score.scoring import Scorer
 
     torch.set_num_threads(1)
     store = f"file://{scratch}/store"
@@ -103,8 +104,8 @@ def rank_main(
     }
     model = build_on_meta(node, torch.float32, NOTHING).eval()
     planned = estimate(Sizes.of(model), dims, rows * length)
-    split_decoder(model, meshes.tp)
-    shard_decoder(model, model.layers, meshes.fsdp)
+    split_decoder(decoder_of(model), meshes.tp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
 
     base = rss_anon()
     model.to_empty(device="cpu")
@@ -116,18 +117,12 @@ def rank_main(
     dist.barrier()
     parameters = rss_anon() - base
     tokens = torch.randint(0, 32_000, (rows, length))
-    every = torch.ones(rows, length, dtype=torch.bool)
-    whole = Batch(torch.arange(rows), tokens, tokens, every, tokens, tokens)
-    context = ContextSplit.of(meshes.cp.get_group())
-    batch = whole.part(context)
-    with Peak() as peak, torch.no_grad(), attention_split(model, context):
-        score(
-            model,
-            batch.inputs_BT,
-            batch.targets_BT,
-            batch.scored_BT,
-            positions=batch.positions,
-        )
+    every = torch.arange(rows * length)
+    windows, lengths = torch.arange(rows), torch.full((rows,), length)
+    scored = Tokens(every, tokens.flatten(), every, every, every, windows, lengths)
+    readers = [Reader(model, decoder_of(model), Groups.of(meshes))]
+    with Peak() as peak, evaluating(readers):
+        Scorer(readers, torch.device("cpu")).score(Batch(tokens, scored))
     kv, heads = 4 * 64, 8 * 64
     shared = 2 * kv * rows * length / mesh[2] + 2 * max(heads, 2 * kv) * rows * length
     found = {

@@ -135,10 +135,13 @@ def compare(name, folder, overrides=()):
         (largest relative difference of a document, largest difference of a token in nats,
         perplexity).
     """
+    from helpers import nll_of
+
     from ppl_eval.config.command_line import load as load_config
-    from ppl_eval.evaluation import loop as evaluation
     from ppl_eval.evaluation import preflight
-    from ppl_eval.score.head import score
+    from ppl_eval.evaluation.load import load_readers
+    from ppl_eval.evaluation.loop import run
+    from ppl_eval.parallel.dims import ParallelDims
 
     model = write(name, folder)
     texts = Path(folder) / "texts.jsonl"
@@ -151,8 +154,8 @@ def compare(name, folder, overrides=()):
         ]
     )
     ready = preflight.prepare(cfg, torch.float32)
-    ready.student.place(None, torch.device("cpu"))
-    result = evaluation.run(ready.student.model, ready.workload, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    result = run(load_readers(ready, cfg, ParallelDims(), None, cpu), ready.workload, device=cpu)
     by_document = worst_token = 0.0
     for row, document in zip(documents(), result.summary.documents.rows(), strict=True):
         nll = 0.0
@@ -162,7 +165,8 @@ def compare(name, folder, overrides=()):
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             with torch.no_grad():
                 log_probs = model(inputs).logits.double().log_softmax(dim=-1)
-                ours = score(ready.student.model, inputs, targets, torch.ones_like(targets).bool())
+                every = torch.ones_like(targets).bool()
+                ours = nll_of(ready.student.model, inputs, targets, every)
             theirs = -log_probs.gather(2, targets.unsqueeze(2)).squeeze(2)
             worst_token = max(worst_token, float((ours - theirs).abs().max()))
             nll += float(theirs.sum())

@@ -11,6 +11,9 @@ from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_2 import llama3_2
 
+from ppl_eval.model.torchtune_decoder import decoder_of
+from ppl_eval.score.batch import Tokens
+from ppl_eval.score.reader import Reader
 from ppl_eval.shipped import embedded_path
 
 
@@ -75,6 +78,27 @@ class BigramTable(nn.Module):
 
     def forward(self, tokens):
         return self.log_probs[tokens]
+
+
+def tokens_of(targets, scored):
+    """The scored tokens of a batch: its windows are its rows, each a document of its own."""
+    row, column = scored.nonzero(as_tuple=True)
+    return Tokens(
+        index_N=row * scored.shape[1] + column,
+        target_N=targets[scored],
+        document_N=row,
+        position_N=column + 1,
+        context_N=column + 1,
+        window_W=torch.arange(len(scored)),
+        num_tokens_W=scored.sum(dim=1),
+    )
+
+
+def nll_of(model, inputs, targets, scored, **options):
+    """NLL [B, T] of the scored targets by the product, 0 elsewhere."""
+    reader = Reader(model, decoder_of(model), **options)
+    nll = reader.nll(inputs, tokens_of(targets, scored))
+    return torch.zeros(targets.shape, dtype=nll.dtype).masked_scatter(scored, nll)
 
 
 def oracle(model, windows):
@@ -169,8 +193,8 @@ def compared(student, teacher, windows, shared_ids=None):
             add("top1_id", q.argmax(dim=1))
             add("teacher_top1_id", p.argmax(dim=1))
             own = [F.cross_entropy(x, targets, reduction="none") for x in logits]
-            add("nll", own[0])
-            add("teacher_nll", own[1])
+            add("nll_nats", own[0])
+            add("teacher_nll_nats", own[1])
             add("probability_difference", (-own[0]).exp() - (-own[1]).exp())
             add("context", torch.arange(1, len(tokens))[kept])
     return {name: torch.cat(parts) for name, parts in columns.items()}

@@ -3,9 +3,9 @@
 from ranks import rank_device
 
 from ppl_eval.config.command_line import load as load_config
-from ppl_eval.evaluation import loop as evaluation
 from ppl_eval.evaluation import preflight
-from ppl_eval.evaluation.placement import place
+from ppl_eval.evaluation.load import load_readers
+from ppl_eval.evaluation.loop import run
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES
 
@@ -25,16 +25,8 @@ def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
     meshes = dims.build_mesh(device.type)
     cfg = configured(folder, mesh, *overrides, dataset=dataset)
     ready = preflight.prepare(cfg, DTYPES[cfg.dtype])
-    teacher = place(ready, cfg, dims, meshes, device)
-    return evaluation.run(
-        ready.student.model,
-        ready.workload,
-        device=device,
-        batch_group=meshes.batch.get_group(),
-        loss_group=meshes.loss.get_group(),
-        cp_group=meshes.cp.get_group(),
-        teacher=teacher,
-    )
+    readers = load_readers(ready, cfg, dims, meshes, device)
+    return run(readers, ready.workload, device=device)
 
 
 def prepared(folder, mesh, *overrides, dataset=None):

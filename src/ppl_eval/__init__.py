@@ -13,7 +13,8 @@ from ppl_eval import compat
 if TYPE_CHECKING:
     from ppl_eval.data.documents import Document
     from ppl_eval.errors import UserError
-    from ppl_eval.evaluation.loop import Evaluation, evaluate
+    from ppl_eval.evaluation.api import evaluate
+    from ppl_eval.evaluation.loop import Evaluation
     from ppl_eval.metrics.perplexity import Perplexity
 
 compat.quiet()
@@ -27,7 +28,7 @@ _HOME = {
     "Evaluation": "ppl_eval.evaluation.loop",
     "Perplexity": "ppl_eval.metrics.perplexity",
     "UserError": "ppl_eval.errors",
-    "evaluate": "ppl_eval.evaluation.loop",
+    "evaluate": "ppl_eval.evaluation.api",
 }
 
 

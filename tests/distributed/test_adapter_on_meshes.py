@@ -1,5 +1,6 @@
 """Adapters on several ranks, merged and not: the weights and the loss of one process."""
 
+import helpers
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,11 +10,11 @@ from ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
 from ppl_eval.model.load import load
+from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.lora import AdaptedLinear, local_part
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
-from ppl_eval.score.head import score
 
 NAME = "qwen2_5 (biases, untied)"
 CPU = torch.device("cpu")
@@ -44,7 +45,9 @@ def written(tmp_path_factory):
 def nll_of(model, tokens=TOKENS):
     targets = tokens[:, 1:]
     with torch.no_grad():
-        return score(model, tokens[:, :-1], targets, torch.ones_like(targets).bool()).tolist()
+        return helpers.nll_of(
+            model, tokens[:, :-1], targets, torch.ones_like(targets).bool()
+        ).tolist()
 
 
 def whole(parameter):
@@ -54,8 +57,8 @@ def whole(parameter):
 def on_mesh(dims, section, node, folder, merge, dtype):
     meshes = dims.build_mesh("cpu")
     model, source, convert, adapter = prepared(node, section, folder, merge=merge, dtype=dtype)
-    split_decoder(model, meshes.tp)
-    shard_decoder(model, model.layers, meshes.fsdp)
+    split_decoder(decoder_of(model), meshes.tp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     load(model, source, convert, CPU, adapter=adapter)
     return model
 
@@ -138,7 +141,7 @@ def split_with_biases(rank):
         adapted.weight = plain.weight
         model.layers[1].set_submodule(name, adapted)
     alone = nll_of(model, TOKENS % 101)
-    split_decoder(model, ParallelDims(tp=2, world_size=2).build_mesh("cpu").tp)
+    split_decoder(decoder_of(model), ParallelDims(tp=2, world_size=2).build_mesh("cpu").tp)
     kinds = {type(m).__name__ for m in model.layers[1].modules() if isinstance(m, AdaptedLinear)}
     assert kinds == {"TensorParallelAdaptedLinear"}
     parts = {

@@ -2,18 +2,17 @@
 
 import torch
 import torch.distributed as dist
-from helpers import ByteTokenizer, sharp_llama
+from helpers import ByteTokenizer, nll_of, sharp_llama
 from ranks import run_on_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppl_eval import evaluate
-from ppl_eval.data.batch import collate
 from ppl_eval.metrics.fidelity import SUMS
+from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
-from ppl_eval.score.head import score
 
 LAYERS, DIM, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 64, 2, 16, 259
 
@@ -25,8 +24,8 @@ def texts():
 def split(tied=True, **degrees):
     model = sharp_llama(VOCABULARY, tied=tied)
     meshes = ParallelDims(**degrees, world_size=dist.get_world_size()).build_mesh("cpu")
-    split_decoder(model, meshes.tp)
-    shard_decoder(model, model.layers, meshes.fsdp)
+    split_decoder(decoder_of(model), meshes.tp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     return model, meshes
 
 
@@ -59,8 +58,8 @@ def calls_of(rank, degrees, with_teacher=False):
         result = measure(model, meshes, teacher)
     workload, shapes = result.workload, []
     for number in range(len(workload.plan.batches)):
-        batch = collate(number, workload.plan, workload.windows, workload.corpus, workload.protocol)
-        shapes.append((*batch.inputs_BT.shape, int(batch.scored_BT.sum())))
+        batch = workload.batch(number)
+        shapes.append((*batch.inputs_BT.shape, len(batch.tokens)))
     return calls, shapes, len(workload.windows)
 
 
@@ -113,8 +112,8 @@ def test_beside_a_teacher():
                 noise += [hidden] * 2 * (1 + 2 * LAYERS) + pair
         steps += noise
         assert len(shapes) > 16
-        totals = [1, num_windows, num_windows, len(SUMS) * num_windows, 48, 48]
-        profiles = (13 * 200 + 2) + (2000 + 2) + 5 * (10 + 24)
+        totals = [1, num_windows, num_windows, len(SUMS) * num_windows, 24 * 5]
+        profiles = (13 * 200 + 2) + (2000 + 2) + 5 * 10
         assert calls[: len(BEFORE) + len(steps)] == [*BEFORE, *steps]
         ends = calls[len(BEFORE) + len(steps) :]
         assert [size for name, size in ends if name == "allreduce_"] == [
@@ -134,7 +133,7 @@ def debug_counts(rank, tied):
             setattr(owner, name, forward)
     batch = torch.arange(60).view(2, 30) % VOCABULARY
     with CommDebugMode() as mode, torch.no_grad():
-        score(model, batch[:, :-1], batch[:, 1:], torch.ones(2, 29, dtype=torch.bool))
+        nll_of(model, batch[:, :-1], batch[:, 1:], torch.ones(2, 29, dtype=torch.bool))
     return {str(op): n for op, n in mode.get_comm_counts().items()}
 
 

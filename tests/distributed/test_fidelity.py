@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppl_eval import UserError, evaluate, shipped
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.metrics.fidelity import PERCENTILES
+from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.tensor import split_decoder
 from ppl_eval.report.fidelity_section import fidelity
@@ -78,7 +79,10 @@ def report_of(student, teacher, mesh, *overrides):
         *overrides,
         dataset=f"{__name__}.texts",
     )
-    found = fidelity(result.summary, result.fidelity, num_ids=(509, 509))
+    documents = result.summary.documents
+    found = fidelity(
+        documents, documents.by_domain(), result.fidelity, result.by_context, rows=(509, 509)
+    )
     totals = result.summary.total, result.teacher.total
     return found, *((total.num_scored, total.nll_nats_sum) for total in totals)
 
@@ -148,13 +152,13 @@ def truth(folders):
 def check(results, values):
     """Everything that is a sum or a count: to 1e-6 of the loop's; histograms to their own error."""
     section, (num_scored, nll), (teacher_scored, teacher_nll) = results
-    assert num_scored == teacher_scored == len(values["nll"]) == section["scored_tokens"]
+    assert num_scored == teacher_scored == len(values["nll_nats"]) == section["scored_tokens"]
 
     def close(value, expected):
         assert value == pytest.approx(float(expected), rel=1e-6)
 
-    close(nll, values["nll"].sum())
-    close(teacher_nll, values["teacher_nll"].sum())
+    close(nll, values["nll_nats"].sum())
+    close(teacher_nll, values["teacher_nll_nats"].sum())
     check_means(section, values)
     percentiles = section["kl_percentiles_nats"]
     error = 1 + section["kl_percentiles_relative_error"] + 1e-6
@@ -178,8 +182,8 @@ def check(results, values):
         assert found == tuple(int(values[name][place]) for name in names)
         for key, name in (
             ("kl_teacher_student_nats", "kl_teacher_student"),
-            ("student_nll_nats", "nll"),
-            ("teacher_nll_nats", "teacher_nll"),
+            ("student_nll_nats", "nll_nats"),
+            ("teacher_nll_nats", "teacher_nll_nats"),
         ):
             assert token[key] == pytest.approx(float(values[name][place]), rel=1e-5)
     check_documents(section, values)
@@ -206,7 +210,7 @@ def check_documents(section, values):
     for name, of_tokens in (
         ("kl_teacher_student_nats", values["kl_teacher_student"]),
         ("js_nats", values["js"]),
-        ("ln_perplexity_ratio", values["nll"] - values["teacher_nll"]),
+        ("ln_perplexity_ratio", values["nll_nats"] - values["teacher_nll_nats"]),
     ):
         low, high = interval(of_tokens)
         if name != "ln_perplexity_ratio":
@@ -220,7 +224,7 @@ def check_documents(section, values):
 
 
 def check_means(section, values):
-    difference = values["nll"] - values["teacher_nll"]
+    difference = values["nll_nats"] - values["teacher_nll_nats"]
     expected = {
         "kl_teacher_student_nats": values["kl_teacher_student"].mean(),
         "kl_student_teacher_nats": values["kl_student_teacher"].mean(),
@@ -238,7 +242,7 @@ def check_means(section, values):
     # what is small because it is a difference: to 1e-6 of what it is a difference of
     mean = float(values["probability_difference"].mean())
     assert section["probability_difference_mean"] == pytest.approx(mean, abs=3e-7)
-    nll = float(values["teacher_nll"].mean())
+    nll = float(values["teacher_nll_nats"].mean())
     ratio = float(difference.mean())
     assert section["ln_perplexity_ratio"] == pytest.approx(ratio, abs=1e-6 * nll)
 
@@ -290,8 +294,8 @@ def test_profiles(found, truth, mesh):
             assert row["scored_tokens"] == int(inside.sum())
             for name, column in (
                 ("kl_teacher_student_nats", "kl_teacher_student"),
-                ("student_nll_nats_per_token", "nll"),
-                ("teacher_nll_nats_per_token", "teacher_nll"),
+                ("student_nll_nats_per_token", "nll_nats"),
+                ("teacher_nll_nats_per_token", "teacher_nll_nats"),
             ):
                 mean = float(pair[column][inside].mean())
                 assert row[name] == pytest.approx(mean, rel=1e-5), name
@@ -319,7 +323,7 @@ def other_meshes(rank, names):
         for folder, degrees in zip((STUDENT, TEACHER), (student, teacher), strict=True):
             model = in_float64(shipped.embedded_path(folder)).float()
             meshes = ParallelDims(**degrees, world_size=2).build_mesh("cpu")
-            split_decoder(model, meshes.tp)
+            split_decoder(decoder_of(model), meshes.tp)
             models.append((model, meshes))
         (model, meshes), (other, its) = models
         try:

@@ -10,6 +10,7 @@ from ranks import run_on_ranks
 
 from ppl_eval import Perplexity, UserError, evaluate
 from ppl_eval.model.stored import stored_weights
+from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
@@ -30,7 +31,7 @@ def measure(rank, counts, dp_replicate, tied):
     world_size = dist.get_world_size()
     dims = ParallelDims(dp_replicate=dp_replicate, world_size=world_size)
     meshes = dims.build_mesh("cpu")
-    shard_decoder(model, model.layers, meshes.fsdp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     found = []
     for count in counts:
         result = evaluate(
@@ -72,8 +73,8 @@ def test_every_dp_mesh_gives_the_same_bits(alone, tied, world_size, dp_replicate
 def stored(rank, degrees):
     model = sharp_llama(259)
     meshes = ParallelDims(**degrees, world_size=dist.get_world_size()).build_mesh("cpu")
-    split_decoder(model, meshes.tp)
-    shard_decoder(model, model.layers, meshes.fsdp)
+    split_decoder(decoder_of(model), meshes.tp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     texts = ["the cat sat on the mat"]
     return evaluate(model, ByteTokenizer(), texts, max_seq_len=32, meshes=meshes).weights
 
@@ -92,7 +93,7 @@ def train_between(rank):
     for change_first in (False, True):
         model = sharp_llama(259)
         meshes = ParallelDims(world_size=2).build_mesh("cpu")
-        shard_decoder(model, model.layers, meshes.fsdp)
+        shard_decoder(decoder_of(model), meshes.fsdp)
         if not change_first:
             evaluate(model, ByteTokenizer(), texts(4), max_seq_len=32)
         with torch.no_grad():
@@ -172,7 +173,7 @@ def collectives(rank, dp_replicate):
 
     model = sharp_llama(259)
     meshes = ParallelDims(dp_replicate=dp_replicate, world_size=2).build_mesh("cpu")
-    shard_decoder(model, model.layers, meshes.fsdp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     calls = []
 
     class Watch(TorchDispatchMode):
@@ -291,7 +292,7 @@ def test_what_one_rank_finds_all_ranks_raise():
 
 def without_meshes(rank):
     model = sharp_llama(259)
-    split_decoder(model, ParallelDims(tp=2, world_size=2).build_mesh("cpu").tp)
+    split_decoder(decoder_of(model), ParallelDims(tp=2, world_size=2).build_mesh("cpu").tp)
     return message_of(lambda: evaluate(model, ByteTokenizer(), texts(8), max_seq_len=32))
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import tokens_of
 from ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,14 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppl_eval import UserError, compat
 from ppl_eval.checkpoint.config_json import NOTHING
 from ppl_eval.commands import plan as planner
-from ppl_eval.data.batch import Batch
-from ppl_eval.model.attention import attention_split
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.parallel.context import ContextSplit
+from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.groups import Groups
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
-from ppl_eval.score.head import score
+from ppl_eval.score.batch import Batch
+from ppl_eval.score.reader import Reader, evaluating
+from ppl_eval.score.scoring import Scorer
 
 MESHES = {
     1: [(1, 1, 1, 1)],
@@ -90,8 +92,8 @@ def measure(rank, world_size, vocabulary, dtype, num_rows, length):
         meshes = dims.build_mesh("cpu")
         model = build_on_meta(node(vocabulary), dtype, NOTHING).eval()
         planned = planner.estimate(planner.Sizes.of(model), dims, num_rows * length)
-        split_decoder(model, meshes.tp)
-        shard_decoder(model, model.layers, meshes.fsdp)
+        split_decoder(decoder_of(model), meshes.tp)
+        shard_decoder(decoder_of(model), meshes.fsdp)
         model.to_empty(device="cpu")
         compat.rebuild_rope(model)
         parameters = 0
@@ -101,19 +103,12 @@ def measure(rank, world_size, vocabulary, dtype, num_rows, length):
             parameters += shard.numel() * shard.element_size()
         tokens = torch.randint(0, vocabulary, (num_rows, length))
         every = torch.ones_like(tokens).bool()
-        whole = Batch(torch.arange(num_rows), tokens, tokens, every, tokens, tokens)
-        context = ContextSplit.of(meshes.cp.get_group())
-        batch = whole.part(context)
+        whole = Batch(tokens, tokens_of(tokens, every))
+        readers = [Reader(model, decoder_of(model), Groups.of(meshes))]
 
-        def step(model=model, batch=batch, context=context):
-            with torch.no_grad(), attention_split(model, context):
-                score(
-                    model,
-                    batch.inputs_BT,
-                    batch.targets_BT,
-                    batch.scored_BT,
-                    positions=batch.positions,
-                )
+        def step(readers=readers, whole=whole):
+            with evaluating(readers):
+                Scorer(readers, torch.device("cpu")).score(whole)
 
         first = allocated(step)
         rows.append((mesh, parameters, first, received(step), planned))

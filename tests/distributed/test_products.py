@@ -24,6 +24,7 @@ from torchtune.models.llama3_2 import llama3_2
 from ppl_eval import evaluate, shipped
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.data.protocol import RULES
+from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder, vocabulary_part
@@ -113,8 +114,8 @@ def measure_llama(state, dims, budget):
     model = small_llama()
     model.load_state_dict(state)
     meshes = dims.build_mesh("cpu")
-    split_decoder(model, meshes.tp)
-    shard_decoder(model, model.layers, meshes.fsdp)
+    split_decoder(decoder_of(model), meshes.tp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     return evaluate(
         model,
         WordTokenizer(bos_id=0),
@@ -264,7 +265,7 @@ def five_rows(rank, tied):
     reference = copy.deepcopy(model).double().eval()
     count, nll = oracle(reference, [w for row in rows for w in chunks(row, 16)])
     meshes = ParallelDims(tp=4, world_size=4).build_mesh("cpu")
-    split_decoder(model, meshes.tp)
+    split_decoder(decoder_of(model), meshes.tp)
     assert len(vocabulary_part(model.tok_embeddings).weight_VD) == (
         0 if rank > 2 else [2, 2, 1][rank]
     )
@@ -287,7 +288,7 @@ def biased(rank, world_size):
         layer.attn.output_proj = torch.nn.Linear(32, 32)
         layer.mlp.w2 = torch.nn.Linear(50, 32)
     meshes = ParallelDims(tp=world_size, world_size=world_size).build_mesh("cpu")
-    split_decoder(model, meshes.tp)
+    split_decoder(decoder_of(model), meshes.tp)
     rows = [" ".join(map(str, ids)) for ids in documents(12)]
     result = evaluate(model, WordTokenizer(), rows, max_seq_len=WINDOW, meshes=meshes)
     return result.summary.total.nll_nats_sum

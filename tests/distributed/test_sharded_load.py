@@ -17,6 +17,7 @@ from ppl_eval.checkpoint.config_json import NOTHING
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model import build, load
 from ppl_eval.model.check_config import config_of
+from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
 
@@ -44,7 +45,7 @@ def load_sharded(rank, name, dp_replicate):
     model, opened, convert = prepared(name)
     dims = ParallelDims(dp_replicate=dp_replicate, world_size=dist.get_world_size())
     meshes = dims.build_mesh("cpu")
-    shard_decoder(model, model.layers, meshes.fsdp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     load.load(model, opened, convert, torch.device("cpu"))
     local = sum(
         (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes()
@@ -119,7 +120,7 @@ def load_distributed_checkpoint(rank, folder):
     from torch.distributed.checkpoint.state_dict_saver import save
 
     model, opened, convert = prepared("tiny_teacher")
-    shard_decoder(model, model.layers, ParallelDims(world_size=2).build_mesh("cpu").fsdp)
+    shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
     load.load(model, opened, convert, torch.device("cpu"))
     state = {"model": model.state_dict(), "epochs_run": 1}
     save(state, storage_writer=FileSystemWriter(f"{folder}/dist_epoch_0"))
@@ -136,7 +137,7 @@ def read_distributed_checkpoint(rank, folder):
     opened, convert, layout = checkpoint.open_checkpoint(node, NOTHING)
     load.check_names(model, opened, convert, layout)
     meshes = ParallelDims(world_size=dist.get_world_size()).build_mesh("cpu")
-    shard_decoder(model, model.layers, meshes.fsdp)
+    shard_decoder(decoder_of(model), meshes.fsdp)
     load.load(model, opened, convert, torch.device("cpu"))
     truth = expected("tiny_teacher")
     return [k for k, p in model.named_parameters() if not torch.equal(p.full_tensor(), truth[k])]
@@ -149,7 +150,7 @@ def test_a_distributed_checkpoint_on_another_number_of_ranks(tmp_path):
 
 def load_damaged(rank, folder):
     model, opened, convert = prepared("tiny_student", folder)
-    shard_decoder(model, model.layers, ParallelDims(world_size=2).build_mesh("cpu").fsdp)
+    shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
     try:
         load.load(model, opened, convert, torch.device("cpu"))
     except UserError as error:
@@ -173,7 +174,7 @@ def collectives_of_loading(rank):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     model, opened, convert = prepared("tiny_student")
-    shard_decoder(model, model.layers, ParallelDims(world_size=2).build_mesh("cpu").fsdp)
+    shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
     seen = []
 
     class Watch(TorchDispatchMode):

@@ -11,7 +11,7 @@ import shutil
 import families
 import pytest
 import torch
-from helpers import chunks, oracle
+from helpers import chunks, nll_of, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -23,7 +23,6 @@ from ppl_eval.data import hf_tokenizer
 from ppl_eval.evaluation import preflight
 from ppl_eval.model import from_folder as auto
 from ppl_eval.model.prepare import Layout, prepare_model
-from ppl_eval.score.head import score
 from ppl_eval.shipped import embedded_path
 
 transformers = pytest.importorskip("transformers")
@@ -147,7 +146,7 @@ def ours_says(folder):
     ready.place(None, torch.device("cpu"))
     targets = CAUSAL[:, 1:]
     with torch.no_grad():
-        return score(
+        return nll_of(
             ready.model, CAUSAL[:, :-1], targets, torch.ones_like(targets).bool()
         ).double(), ready.notes
 

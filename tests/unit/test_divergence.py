@@ -27,8 +27,8 @@ def defined(student, teacher, targets, shared):
 
     rows = torch.arange(len(targets))
     return {
-        "nll": -student.log_softmax(dim=1)[rows, targets],
-        "teacher_nll": -teacher.log_softmax(dim=1)[rows, targets],
+        "nll_nats": -student.log_softmax(dim=1)[rows, targets],
+        "teacher_nll_nats": -teacher.log_softmax(dim=1)[rows, targets],
         "kl_teacher_student": kl(p, q),
         "kl_student_teacher": kl(q, p),
         "js": (kl(p, m) + kl(q, m)) / 2,
@@ -48,7 +48,7 @@ def test_equal_logits():
     for name in ("kl_teacher_student", "kl_student_teacher", "js"):
         assert found[name].tolist() == [0] * 7, name
     assert found["top1"].tolist() == found["top5"].tolist() == [1] * 7
-    assert torch.equal(found["nll"], found["teacher_nll"])
+    assert torch.equal(found["nll_nats"], found["teacher_nll_nats"])
     assert torch.equal(found["teacher_entropy"], found["student_entropy"])
 
 
@@ -57,8 +57,8 @@ def test_a_uniform_student_of_a_certain_teacher():
     teacher[0, 3] = 1e3
     found = compare(student, teacher, torch.tensor([3]))
     assert float(found["kl_teacher_student"]) == pytest.approx(math.log(8))
-    assert float(found["nll"]) == pytest.approx(math.log(8))
-    assert float(found["teacher_nll"]) == 0
+    assert float(found["nll_nats"]) == pytest.approx(math.log(8))
+    assert float(found["teacher_nll_nats"]) == 0
     assert float(found["teacher_entropy"]) == 0
     assert float(found["student_entropy"]) == pytest.approx(math.log(8))
     # m is 9/16 and seven times 1/16

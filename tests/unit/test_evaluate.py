@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 import ppl_eval
 from ppl_eval import UserError, evaluate
 from ppl_eval.data.protocol import RULES
-from ppl_eval.evaluation.loop import Progress
+from ppl_eval.evaluation.loop import Progress, run
+from ppl_eval.evaluation.workload import prepare_workload
+from ppl_eval.model.torchtune_decoder import decoder_of
+from ppl_eval.score.reader import Reader
 
 
 def words(ids):
@@ -36,8 +39,7 @@ def test_a_bigram_table_gives_exactly_two():
     documents = [words([0, 1, 2, 0, 2, 3, 1]), words([3, 0]), words([1, 3, 0, 1, 2, 3, 0] * 20)]
     result = evaluate(BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=16)
     assert result.perplexity == pytest.approx(2.0, rel=1e-6)
-    metrics = result.summary.total.metrics()
-    assert metrics["document_mean_perplexity"] == pytest.approx(2.0, rel=1e-6)
+    assert result.summary.total.document_mean_perplexity == pytest.approx(2.0, rel=1e-6)
 
 
 def test_uniform_and_certain_models():
@@ -72,7 +74,7 @@ def test_122_predictions_of_seven_documents_without_bos(bytes_model):
             bytes_model, tokenizer, texts, max_seq_len=64, max_tokens_per_batch=budget
         )
         total = result.summary.total
-        assert (total.num_scored, total.counts["no_context"]) == (122, 7)
+        assert (total.num_scored, total.no_context) == (122, 7)
         nll.add(round(total.nll_nats_sum, 4))
     assert len(nll) == 1
 
@@ -129,18 +131,17 @@ def test_tokens_weigh_the_same_and_documents_do_in_their_own_mean():
         BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=2048
     ).summary.total
     assert round(total.perplexity, 2) == 53.53
-    assert round(total.metrics()["document_mean_perplexity"], 2) == 20.09
+    assert round(total.document_mean_perplexity, 2) == 20.09
 
 
 def test_words_bytes_and_bits(bytes_model):
     texts = ["h\u00e9llo w\u00f6rld  again", "\u4e2d\u6587"]
     total = evaluate(bytes_model, ByteTokenizer(bos_id=None), texts, max_seq_len=64).summary.total
-    counts, metrics = total.counts, total.metrics()
-    assert counts["words"] == 4
-    assert counts["bytes"] == len("".join(texts).encode())
-    assert total.num_scored == counts["bytes"] - 2
-    assert metrics["word_perplexity"] == pytest.approx(math.exp(total.nll_nats_sum / 4))
-    assert metrics["bits_per_byte"] == pytest.approx(math.log2(metrics["byte_perplexity"]))
+    assert total.num_words == 4
+    assert total.num_bytes == len("".join(texts).encode())
+    assert total.num_scored == total.num_bytes - 2
+    assert total.word_perplexity == pytest.approx(math.exp(total.nll_nats_sum / 4))
+    assert total.bits_per_byte == pytest.approx(math.log2(total.byte_perplexity))
 
 
 def test_text_that_white_space_does_not_cut_into_words(bytes_model):
@@ -153,17 +154,17 @@ def test_text_that_white_space_does_not_cut_into_words(bytes_model):
         domains = evaluate(bytes_model, ByteTokenizer(), rows, max_seq_len=64).summary.domains
         flags = {name: part.metrics()["few_words"] for name, part in domains.items()}
         assert flags == {"a": few_words, "b": False}
-    assert result.summary.total.metrics()["word_perplexity"] > 1
+    assert result.summary.total.word_perplexity > 1
 
 
 def test_documents_that_cannot_be_scored_are_counted(bytes_model):
     """H1, G3: empty and one-token documents, first in the batch or not."""
     texts = ["", "a", "", "bc", "d"]
-    names = ("documents", "documents_scored", "empty", "tokens", "scored_tokens", "no_context")
-    for bos_id, expected in ((None, (5, 1, 2, 4, 1, 4 - 1)), (1, (5, 3, 2, 4, 4, 0))):
-        tokenizer = ByteTokenizer(bos_id=bos_id)
-        counts = evaluate(bytes_model, tokenizer, texts, max_seq_len=8).summary.total.counts
-        assert tuple(counts[name] for name in names) == expected
+    total = evaluate(bytes_model, ByteTokenizer(bos_id=None), texts, max_seq_len=8).summary.total
+    assert (total.num_documents, total.num_documents_scored, total.num_empty) == (5, 1, 2)
+    assert (total.num_scored, total.no_context, total.num_tokens) == (1, 4 - 1, 4)
+    with_bos = evaluate(bytes_model, ByteTokenizer(), texts, max_seq_len=8).summary.total
+    assert (with_bos.num_scored, with_bos.no_context, with_bos.num_empty) == (4, 0, 2)
 
 
 @pytest.mark.parametrize("texts", [[""], ["a"], ["a", "", "b"]])
@@ -201,7 +202,7 @@ def test_first_documents_only(bytes_model):
     first = evaluate(bytes_model, ByteTokenizer(), TEXTS, max_seq_len=32, max_documents=3)
     alone = evaluate(bytes_model, ByteTokenizer(), TEXTS[:3], max_seq_len=32)
     assert list(first.summary.documents.rows()) == list(alone.summary.documents.rows())
-    assert first.summary.total.counts["documents"] == 3
+    assert first.summary.total.num_documents == 3
 
 
 def test_domains_and_documents_add_up(bytes_model):
@@ -282,12 +283,12 @@ def test_training_mode_and_gradients_are_as_before(bytes_model):
 
 def test_progress_counts_every_token(bytes_model):
     from ppl_eval.data.protocol import make_protocol
-    from ppl_eval.evaluation import loop as evaluation
 
     protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
-    work = evaluation.prepare(ByteTokenizer(), TEXTS, protocol, max_tokens_per_batch=64)
+    work = prepare_workload(ByteTokenizer(), TEXTS, protocol, max_tokens_per_batch=64)
     seen: list[Progress] = []
-    result = evaluation.run(bytes_model, work, device=torch.device("cpu"), on_step=seen.append)
+    reader = Reader(bytes_model, decoder_of(bytes_model))
+    result = run([reader], work, device=torch.device("cpu"), on_step=seen.append)
     assert [p.step for p in seen] == list(range(1, len(work.plan.batches) + 1))
     done = [sum(work.plan.num_positions[: p.step]) for p in seen]
     assert [p.share for p in seen] == [n / done[-1] for n in done]
@@ -297,25 +298,23 @@ def test_progress_counts_every_token(bytes_model):
 
 def test_progress_counts_the_noise_floor(bytes_model):
     """35 batches of one position beside a teacher; numbers 0, 16 and 32 are read again."""
+
     from ppl_eval.data.protocol import make_protocol
-    from ppl_eval.evaluation import loop as evaluation
-    from ppl_eval.evaluation.steps import Teacher
 
     protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
-    work = evaluation.prepare(ByteTokenizer(), ["a"] * 35, protocol, max_tokens_per_batch=1)
+    work = prepare_workload(ByteTokenizer(), ["a"] * 35, protocol, max_tokens_per_batch=1)
     for noise_floor, steps in ((True, 38), (False, 35)):
         seen: list[Progress] = []
-        result = evaluation.run(
-            bytes_model,
+        result = run(
+            [Reader(bytes_model, decoder_of(bytes_model))] * 2,
             work,
             device=torch.device("cpu"),
-            teacher=Teacher(bytes_model),
             noise_floor=noise_floor,
             on_step=seen.append,
         )
         assert [p.share for p in seen] == [n / steps for n in range(1, steps + 1)]
         assert [p.num_scored for p in seen] == [min(n, 35) for n in range(1, steps + 1)]
-        assert result.fidelity.noise[-1] == (3 if noise_floor else 0)
+        assert result.fidelity.noise.sums[0, 0] == (3 if noise_floor else 0)
 
 
 def test_the_budget_of_a_cpu_is_1024_positions(bytes_model):
@@ -350,8 +349,7 @@ def test_two_tokenizers_are_compared_by_byte():
         for width in (1, 2)
     )
     assert two.nll_nats_sum == pytest.approx(one.nll_nats_sum, rel=1e-6)
-    bits = [total.metrics()["bits_per_byte"] for total in (one, two)]
-    assert bits == pytest.approx([8, 8], rel=1e-6)
+    assert two.bits_per_byte == pytest.approx(one.bits_per_byte, rel=1e-6) == pytest.approx(8)
     assert one.num_scored == 2 * two.num_scored
     assert one.perplexity == pytest.approx(256, rel=1e-5)
     assert two.perplexity == pytest.approx(256**2, rel=1e-5)
@@ -393,7 +391,7 @@ def test_a_bos_in_a_text_stays_where_the_protocol_gives_none(bytes_model):
     result = evaluate(
         bytes_model, MarkingTokenizer(), ["<s>hello there"], max_seq_len=32, add_bos=False
     )
-    assert (expected[0], result.summary.total.counts["no_context"]) == (len(ids) - 1, 1)
+    assert (expected[0], result.summary.total.no_context) == (len(ids) - 1, 1)
     assert result.summary.total.nll_nats_sum == pytest.approx(expected[1], rel=1e-6)
 
 

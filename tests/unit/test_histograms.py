@@ -1,10 +1,12 @@
 """Histograms, against the values that they count; profiles are held on meshes."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from helpers import tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,18 +50,21 @@ def test_the_worst_of_several_batches():
     torch.manual_seed(0)
     fidelity, everything = Fidelity(), []
     for batch in range(4):
-        values = torch.rand(len(COLUMNS), 3, 20, dtype=torch.float64)
         scored = torch.rand(3, 20) > 0.4
-        document = torch.full((3, 20), batch)
-        token = torch.arange(60).view(3, 20)
-        fidelity.update(values * scored, scored, None, document, token)
-        kl = values[COLUMNS.index("kl_teacher_student")]
-        everything += [(float(kl[b, t]), batch, 20 * b + t) for b, t in scored.nonzero().tolist()]
+        tokens = tokens_of(torch.zeros(3, 20).long(), scored)
+        where = zip([batch] * len(tokens), tokens.index_N.tolist(), strict=True)
+        tokens = replace(
+            tokens, document_N=torch.full_like(tokens.index_N, batch), position_N=tokens.index_N
+        )
+        values = {name: torch.rand(len(tokens), dtype=torch.float64) for name in COLUMNS}
+        fidelity.update(tokens, values)
+        kl = values["kl_teacher_student"].tolist()
+        everything += [(value, *place) for value, place in zip(kl, where, strict=True)]
     worst = sorted(everything, reverse=True)[:20]
     keys = ("kl_teacher_student_nats", "document", "position")
     assert [tuple(row[k] for k in keys) for row in fidelity.worst_tokens()] == worst
     assert fidelity.maximum_kl() == worst[0][0]
     few = Fidelity()
-    few.update(values * scored, scored, None, document, token)
+    few.update(tokens, values)
     few.assemble(None)
     assert len(few.worst_tokens()) == min(20, int(scored.sum()))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BigramTable, sharp_llama
+from helpers import BigramTable, nll_of, sharp_llama
 
+from ppl_eval.parallel import products
 from ppl_eval.score import head
-from ppl_eval.score.head import score
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -36,7 +36,7 @@ def by_hand(model, inputs, targets, scored):
 
 def test_scored_positions_equal_the_full_logits(model, batch):
     with torch.no_grad():
-        nll = score(model, *batch)
+        nll = nll_of(model, *batch)
     assert nll.dtype == torch.float32
     torch.testing.assert_close(nll.double(), by_hand(model, *batch), rtol=2e-6, atol=2e-6)
     assert (nll[~batch[2]] == 0).all()
@@ -53,9 +53,9 @@ def test_a_label_shift_would_show(model, batch):
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_chunks_of_the_head_change_nothing(model, batch, rows, monkeypatch):
     with torch.no_grad():
-        whole = score(model, *batch)
+        whole = nll_of(model, *batch)
         monkeypatch.setattr(head, "CHUNK_ELEMENTS", rows * 101)
-        chunked = score(model, *batch)
+        chunked = nll_of(model, *batch)
     torch.testing.assert_close(chunked, whole, rtol=2e-6, atol=2e-6)
 
 
@@ -74,7 +74,7 @@ def test_full_logits_never_exist(model, batch, monkeypatch):
             return out
 
     with torch.no_grad(), Watch():
-        score(model, *batch)
+        nll_of(model, *batch)
     assert 0 < largest <= 4 * 101
 
 
@@ -82,28 +82,28 @@ def test_full_logits_never_exist(model, batch, monkeypatch):
 def test_padding_is_never_read_or_scored(model, pad_id):
     torch.manual_seed(2)
     tokens = torch.randint(101, (1, 9))
-    alone = score(model, tokens[:, :-1], tokens[:, 1:], torch.ones(1, 8, dtype=torch.bool))
+    alone = nll_of(model, tokens[:, :-1], tokens[:, 1:], torch.ones(1, 8, dtype=torch.bool))
     inputs = torch.full((2, 30), pad_id)
     targets, scored = torch.zeros_like(inputs), torch.zeros(2, 30, dtype=torch.bool)
     inputs[0, :8], targets[0, :8], scored[0, :8] = tokens[0, :-1], tokens[0, 1:], True
     inputs[1] = torch.randint(101, (30,))
-    padded = score(model, inputs, targets, scored)
+    padded = nll_of(model, inputs, targets, scored)
     torch.testing.assert_close(padded[0, :8], alone[0], rtol=1e-5, atol=1e-5)
     assert padded[0, 8:].abs().sum() == 0
 
 
 def test_bf16_logits_are_computed_in_fp32(batch):
-    """A5: the model's own bf16 product is off by hundredths of a nat, ours is not."""
+    """The model's own bf16 product is off by hundredths of a nat, ours is not."""
     model = sharp_llama().bfloat16()
     _, targets, scored = batch
     seen = {}
     model.norm.register_forward_hook(lambda m, a, out: seen.update(hidden=out))
     with torch.no_grad():
-        nll = score(model, *batch)[scored]
+        nll = nll_of(model, *batch)[scored]
         weight = model.output.weight.double()
         logits = seen["hidden"].double() @ weight.T
         truth = F.cross_entropy(logits, targets[scored], reduction="none")
-        rounded = score(model, *batch, fp32_logits=False)[scored]
+        rounded = nll_of(model, *batch, fp32_logits=False)[scored]
     assert (nll - truth).abs().max() < 1e-5
     assert (rounded - truth).abs().max() > 1e-3
 
@@ -111,16 +111,16 @@ def test_bf16_logits_are_computed_in_fp32(batch):
 def test_the_cast_of_a_large_low_precision_head_goes_in_blocks(batch, monkeypatch):
     model = sharp_llama().bfloat16()
     with torch.no_grad():
-        whole = score(model, *batch)
-        monkeypatch.setattr(head, "CAST_ROWS", 7)
-        blocks = score(model, *batch)
+        whole = nll_of(model, *batch)
+        monkeypatch.setattr(products, "CAST_ROWS", 7)
+        blocks = nll_of(model, *batch)
     torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_float64_logits_stay_in_float64(batch):
     inputs, targets, scored = batch
     table = torch.randn(101, 101, dtype=torch.float64)
-    nll = score(BigramTable(table), *batch)
+    nll = nll_of(BigramTable(table), *batch)
     assert nll.dtype == torch.float64
     expected = -table.log_softmax(dim=1)[inputs, targets][scored]
     torch.testing.assert_close(nll[scored], expected, rtol=1e-12, atol=1e-12)
@@ -129,11 +129,11 @@ def test_float64_logits_stay_in_float64(batch):
 def test_the_model_is_left_as_it_was(model, batch):
     before = dict(vars(model))
     with torch.no_grad():
-        score(model, *batch)
+        nll_of(model, *batch)
     assert vars(model) == before
     assert model.unembed.__func__ is type(model).unembed
     with torch.no_grad(), pytest.raises(IndexError):
-        score(model, batch[0] + 1000, *batch[1:])
+        nll_of(model, batch[0] + 1000, *batch[1:])
     assert "unembed" not in vars(model)
 
 
@@ -141,11 +141,11 @@ def test_any_module_that_returns_logits(batch):
     torch.manual_seed(3)
     table = torch.randn(101, 101).log_softmax(dim=1)
     inputs, targets, scored = batch
-    nll = score(BigramTable(table), *batch)
+    nll = nll_of(BigramTable(table), *batch)
     torch.testing.assert_close(nll[scored], -table[inputs, targets][scored], rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_to_score(model):
     nothing = torch.zeros(1, 1, dtype=torch.int64)
     with torch.no_grad():
-        assert score(model, nothing, nothing, nothing.bool()).tolist() == [[0.0]]
+        assert nll_of(model, nothing, nothing, nothing.bool()).tolist() == [[0.0]]

@@ -7,7 +7,8 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import MultiHeadAttention
 
 from ppl_eval import UserError
-from ppl_eval.model.attention import CausalAttention, check_attention
+from ppl_eval.model.attention import Attention
+from ppl_eval.model.torchtune_decoder import LayerAttention, TorchtuneDecoder
 from ppl_eval.parallel.tensor import check_heads
 
 SHAPE = {
@@ -31,7 +32,7 @@ def llama(heads, kv_heads):
 def test_heads_that_do_not_divide(heads, kv_heads, tp, fits):
     """C1"""
     with pytest.raises(UserError) as error:
-        check_heads(llama(heads, kv_heads), tp, "models.some")
+        check_heads(TorchtuneDecoder(llama(heads, kv_heads)), tp, "models.some")
     assert str(error.value) == (
         f"parallel.tp is {tp}, but models.some has {heads} heads and {kv_heads} kv heads,"
         f" which tp must both divide: set parallel.tp to {fits}"
@@ -40,15 +41,15 @@ def test_heads_that_do_not_divide(heads, kv_heads, tp, fits):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(4, 4, 4), (8, 2, 2), (9, 3, 3), (5, 1, 1)])
 def test_heads_that_divide(heads, kv_heads, tp):
-    check_heads(llama(heads, kv_heads), tp)
+    check_heads(TorchtuneDecoder(llama(heads, kv_heads)), tp)
 
 
 def test_matrices_that_the_plan_does_not_know():
     model = llama(4, 2)
     model.layers[1].mlp.extra = nn.Linear(4, 4, device="meta")
     with pytest.raises(UserError, match=r"how to split layers.1.mlp.extra.weight of a Linear is"):
-        check_heads(model, 2)
-    check_heads(model, 1)
+        check_heads(TorchtuneDecoder(model), 2)
+    check_heads(TorchtuneDecoder(model), 1)
     with torch.device("meta"):
         adapted = lora_llama3_2(
             ["q_proj"],
@@ -60,14 +61,14 @@ def test_matrices_that_the_plan_does_not_know():
             lora_alpha=4,
         )
     with pytest.raises(UserError, match=r"how to split layers.0.attn.q_proj.* of a LoRALinear is"):
-        check_heads(adapted, 2)
+        check_heads(TorchtuneDecoder(adapted), 2)
 
 
 def test_a_head_that_is_more_than_a_product():
     model = llama(4, 2)
     model.output = nn.Linear(16, 11, device="meta")
     with pytest.raises(UserError, match="the head has a bias"):
-        check_heads(model, 2)
+        check_heads(TorchtuneDecoder(model), 2)
 
     class Scaled(nn.Linear):
         def forward(self, input):
@@ -75,7 +76,7 @@ def test_a_head_that_is_more_than_a_product():
 
     model.output = Scaled(16, 11, bias=False, device="meta")
     with pytest.raises(UserError, match=r"how to split output.weight of a Scaled is not known"):
-        check_heads(model, 2)
+        check_heads(TorchtuneDecoder(model), 2)
 
 
 def test_attention_that_masks_in_its_own_way():
@@ -84,12 +85,12 @@ def test_attention_that_masks_in_its_own_way():
 
     model = llama(4, 2)
     why = ("parallel.cp is 2", "parallel.cp=1")
-    assert len(check_attention(model, *why)) == 2
+    TorchtuneDecoder(model).check_attention(*why)
     model.layers[1].attn.__class__ = Local
     with pytest.raises(UserError, match="parallel.cp is 2, but how a Local masks is not known"):
-        check_attention(model, *why)
-    with pytest.raises(UserError, match="a Linear has no decoder layers"):
-        check_attention(nn.Linear(2, 2), *why)
+        TorchtuneDecoder(model).check_attention(*why)
     q = torch.ones(1, 1, 3, 4)
     with pytest.raises(UserError, match="gives its attention a mask"):
-        CausalAttention()(q, q, q, mask=torch.ones(3, 3).bool(), dropout_p=0.0, is_causal=False)
+        LayerAttention(Attention())(
+            q, q, q, mask=torch.ones(3, 3).bool(), dropout_p=0.0, is_causal=False
+        )

@@ -16,16 +16,18 @@ from ppl_eval.config.command_line import load as load_config
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.plan import batch_budget
 from ppl_eval.errors import UserError
-from ppl_eval.evaluation.loop import fit_window
+from ppl_eval.evaluation.model_limits import fit_window
 from ppl_eval.model.attention import QUERY_BLOCK, SCORE_ELEMENTS
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import read_config_beside
+from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES, device_type
+from ppl_eval.parallel.products import CAST_ROWS
 from ppl_eval.parallel.tensor import check_heads, split_axes
 from ppl_eval.plural import counted
-from ppl_eval.report.layout import align
-from ppl_eval.score.head import CAST_ROWS, CHUNK_ELEMENTS
+from ppl_eval.report.tables import align
+from ppl_eval.score.head import CHUNK_ELEMENTS
 
 MIB = 2**20
 
@@ -63,7 +65,7 @@ class Sizes:
         """Sizes of a decoder that is not split."""
         layers: Any = model.layers
         attention, mlp = layers[0].attn, layers[0].mlp
-        axes = split_axes(model)
+        axes = split_axes(TorchtuneDecoder(model))
         return cls(
             shapes={n: (p.shape, axes.get(n)) for n, p in model.named_parameters()},
             layers=len(layers),
@@ -74,9 +76,7 @@ class Sizes:
             hidden=mlp.w1.weight.shape[0],
             vocabulary=model.tok_embeddings.weight.shape[0],
             item=model.tok_embeddings.weight.element_size(),
-            has_soft_cap=any(
-                getattr(layer.attn._attention_call, "soft_cap", None) for layer in layers
-            ),
+            has_soft_cap=TorchtuneDecoder(model).has_soft_cap,
         )
 
 
@@ -200,7 +200,7 @@ def meshes(model: TransformerDecoder, num_processes: int) -> Iterator[ParallelDi
     """All layouts of ``num_processes`` that can split the model."""
     for tp in _divisors(num_processes):
         try:
-            check_heads(model, tp)
+            check_heads(TorchtuneDecoder(model), tp)
         except UserError:
             continue
         for cp in _divisors(num_processes // tp):

@@ -1,6 +1,6 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,19 +18,20 @@ from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
 from ppl_eval.data.protocol import Protocol, make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
-from ppl_eval.evaluation import loop as evaluation
+from ppl_eval.evaluation.model_limits import check_window, fit_window
 from ppl_eval.evaluation.teacher import (
     check_tokenizer,
     of_the_teacher,
     teacher_degrees,
     teacher_dims,
 )
+from ppl_eval.evaluation.workload import Workload, prepare_workload
 from ppl_eval.model.prepare import Layout, PreparedModel, num_ids, prepare_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.plural import counted
+from ppl_eval.report import tables
 from ppl_eval.report.progress import TokenisingProgress
-from ppl_eval.report.terminal import padding, protocol_line
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Preflight:
     student: PreparedModel
     teacher: PreparedModel | None
     tokenizer: TextTokenizer
-    workload: evaluation.Workload
+    workload: Workload
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -60,7 +61,6 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     *,
     num_ranks: int = 1,
-    on_encode: Callable[[int, int], None] | None = None,
 ) -> Preflight:
     """Check everything that can be checked without reading a weight.
 
@@ -69,7 +69,6 @@ def prepare(
         dtype: of the model's parameters.
         group: ranks that share the work of tokenising, or None for this process alone.
         num_ranks: data-parallel ranks that will share the batches.
-        on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
 
     Raises:
         UserError: whatever is wrong with checkpoint, model section, tokenizer, text or protocol.
@@ -87,7 +86,7 @@ def prepare(
     teacher = _teacher(cfg, dtype) if cfg.has_teacher else None
     models = [ready.model for ready in (student, teacher) if ready is not None]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
-    window, notes = evaluation.fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
+    window, notes = fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
     protocol = make_protocol(
         tokenizer,
         cfg.protocol.name,
@@ -97,11 +96,11 @@ def prepare(
         add_eos=cfg.protocol.add_eos,
         separator=cfg.protocol.separator,
     )
-    evaluation.check_window(student.model, protocol.max_seq_len)
+    check_window(student.model, protocol.max_seq_len)
     notes, warnings = student.notes + notes, student.warnings
     if teacher is not None:
         with of_the_teacher():
-            evaluation.check_window(teacher.model, protocol.max_seq_len)
+            check_window(teacher.model, protocol.max_seq_len)
         notes += tuple(f"the teacher: {note}" for note in teacher.notes)
         warnings += tuple(f"the teacher: {warning}" for warning in teacher.warnings)
         notes += tuple(check_tokenizer(cfg, tokenizer, *map(num_ids, models)))
@@ -109,7 +108,7 @@ def prepare(
     cfg.max_tokens_per_batch = budget
     documents = build_dataset(cfg.dataset, "dataset", tokenizer)
     notes += notes_of(documents)
-    workload = evaluation.prepare(
+    workload = prepare_workload(
         tokenizer,
         documents,
         protocol,
@@ -117,7 +116,11 @@ def prepare(
         max_documents=cfg.max_documents,
         vocab_size=min(map(num_ids, models)),
         group=group,
-        on_encode=on_encode,
+        on_encode=(
+            TokenisingProgress(cfg.log_every_s)
+            if group is None or dist.get_rank(group) == 0
+            else None
+        ),
     )
     domains = {domain for _, domain in labels(workload.corpus.documents) if domain is not None}
     check_domains(cfg.fail_if, domains)
@@ -149,7 +152,7 @@ def _bos_warnings(family: str | None, protocol: Protocol) -> Iterator[str]:
         )
 
 
-def _loss_warnings(workload: evaluation.Workload) -> Iterator[str]:
+def _loss_warnings(workload: Workload) -> Iterator[str]:
     lost = int(workload.corpus.lost_bytes.sum())
     if lost:
         yield (
@@ -159,7 +162,7 @@ def _loss_warnings(workload: evaluation.Workload) -> Iterator[str]:
         )
 
 
-def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[str]:
+def _cut_warnings(workload: Workload, limit: int | None) -> Iterator[str]:
     """torchtune's data sets cut samples at the tokenizer's max_seq_len, and do not say so."""
     if limit is None or not workload.corpus.as_tokens:
         return
@@ -173,7 +176,7 @@ def _cut_warnings(workload: evaluation.Workload, limit: int | None) -> Iterator[
         )
 
 
-def _idle_warnings(workload: evaluation.Workload, num_ranks: int, budget: int) -> Iterator[str]:
+def _idle_warnings(workload: Workload, num_ranks: int, budget: int) -> Iterator[str]:
     num_batches = len(workload.plan.batches)
     num_idle = num_ranks - num_batches
     if num_idle <= 0:
@@ -219,9 +222,7 @@ def describe(args: Sequence[str], num_processes: int) -> str:
     }
     dims = ParallelDims(**degrees, world_size=num_processes)
     dtype = process_group.DTYPES[cfg.dtype]
-    ready = prepare(
-        cfg, dtype, num_ranks=dims.batch_size, on_encode=TokenisingProgress(cfg.log_every_s)
-    )
+    ready = prepare(cfg, dtype, num_ranks=dims.batch_size)
     workload, plan = ready.workload, ready.workload.plan
     corpus, windows = workload.corpus, workload.windows
     lines = {
@@ -236,12 +237,12 @@ def describe(args: Sequence[str], num_processes: int) -> str:
         "text": f"{counted(len(corpus.documents), 'document')},"
         f" {counted(corpus.num_tokens.sum(), 'token')},"
         f" {counted(corpus.num_words.sum(), 'word')}, {counted(corpus.num_bytes.sum(), 'byte')}",
-        "protocol": protocol_line(workload.protocol.describe()),
+        "protocol": tables.describe_protocol(workload.protocol.describe()),
         "scored": f"{counted(windows.num_scored.sum(), 'token')}{_less_masked(workload)};"
         f" {windows.no_context.sum():,} without context, {windows.context_only.sum():,} as context"
         f" only, {windows.truncated.sum():,} truncated",
         "windows": f"{len(windows):,} in {counted(len(plan.batches), 'batch')} of at most"
-        f" {counted(plan.num_positions.max(), 'position')}, {padding(workload):.1%} padding",
+        f" {counted(plan.num_positions.max(), 'position')}, {tables.padding(workload):.1%} padding",
         "mesh": f"{dims}, {counted(num_processes, 'process')}:"
         f" {counted(plan.num_steps(dims.batch_size), 'step')}",
     }
@@ -268,7 +269,7 @@ def _describe_model(
     }
 
 
-def _less_masked(workload: evaluation.Workload) -> str:
+def _less_masked(workload: Workload) -> str:
     return " less what the data set masks" if workload.corpus.as_tokens else ""
 
 

@@ -1,4 +1,4 @@
-"""What a teacher must have in common with its student: batches and tokenizer."""
+"""A teacher: what it must share with its student, and how both are laid out and loaded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,8 @@ from ppl_eval.errors import UserError
 from ppl_eval.model.check_config import read_config_beside
 from ppl_eval.model.from_folder import tokenizer_section
 from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.parallel.tensor import ranks_of, tp_groups
+from ppl_eval.score.reader import Reader
 
 
 @contextmanager
@@ -129,3 +131,27 @@ def _is_there(own: Path, its: Path) -> bool:
 
 def _same(own: Path, its: Path) -> bool:
     return own.is_dir() or own.read_bytes() == its.read_bytes()
+
+
+def check_same_batches(student: Reader, teacher: Reader) -> None:
+    """Refuse a teacher whose ranks do not read the student's batches.
+
+    Raises:
+        UserError: ranks that share the teacher's matrices or windows read different batches, or the
+            teacher shares them among more or fewer ranks than the student.
+    """
+    shared = [*tp_groups(teacher.model), teacher.groups.cp]
+    batch_ranks = ranks_of(student.groups.batch)
+    mixed = any(len(batch_ranks & ranks_of(group)) > 1 for group in shared)
+
+    def size(reader: Reader) -> int:
+        tp = max((len(ranks_of(group)) for group in tp_groups(reader.model)), default=1)
+        return tp * max(1, len(ranks_of(reader.groups.cp)))
+
+    if mixed or size(student) != size(teacher):
+        raise UserError(
+            f"the student shares a batch among {size(student)} ranks (tp * cp) and the teacher"
+            f" among {size(teacher)}: both read the same batches on the same ranks; give"
+            " teacher_meshes with the student's dp_replicate and dp_shard, and the same product of"
+            " tp and cp"
+        )

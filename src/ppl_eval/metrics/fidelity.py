@@ -3,18 +3,18 @@
 Everything is added up on the device and brought together once, at the end.
 """
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ppl_eval.metrics.ledger import NLL
-from ppl_eval.metrics.positions import NUM_BINS, context_bins
+from ppl_eval.metrics.profiles import Profile, context_bounds
 from ppl_eval.parallel.reduce import all_gather, reduce_
-from ppl_eval.score.divergence import COLUMNS, MEANS
+from ppl_eval.score.batch import Tokens
+from ppl_eval.score.divergence import MEANS
 
 SUMS = (
     *NLL,
@@ -23,15 +23,16 @@ SUMS = (
     "probability_difference",
     "probability_difference_squared",
 )
-"""Columns of a ledger with a teacher. The difference is the student's probability of the token that
-followed less the teacher's."""
+"""Columns of a ledger with a teacher."""
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 WORST_TOKENS = 20
 
+PROFILED = ("kl_teacher_student", "top1", "nll_nats", "teacher_nll_nats")
+"""What is profiled by the teacher's confidence and by context."""
+
 _CONFIDENCE_BINS = 10
-_PROFILE = ("kl_teacher_student", "top1", "nll", "teacher_nll")
-_WORST = ("kl_teacher_student", "nll", "teacher_nll", "top1_id", "teacher_top1_id")
+_WORST = ("kl_teacher_student", "nll_nats", "teacher_nll_nats", "top1_id", "teacher_top1_id")
 
 
 class Histogram:
@@ -91,10 +92,11 @@ class Histogram:
 
 
 class Fidelity:
-    """Histograms, profiles and the worst tokens of a student beside its teacher.
+    """Histograms, the profile by confidence, the worst tokens and the noise floor of a student
+    beside its teacher.
 
     Args:
-        device: where everything is added up.
+        device: where everything is added up; updates on a GPU do not wait for it.
         coarser: dtype of that of the two models which rounds more.
 
     Attributes:
@@ -103,8 +105,7 @@ class Fidelity:
             percentile is off by 0.58 % at most.
         probability_difference: histogram of the student's probability of the right token less the
             teacher's, in bins of 0.001: a percentile is off by 0.0005 at most.
-        noise: sums of a sample in which the teacher is its own student, :data:`SUMS` and the
-            number of tokens last (float64).
+        noise: sums of :data:`SUMS` in a sample in which the teacher is its own student, in one bin.
     """
 
     def __init__(
@@ -113,54 +114,32 @@ class Fidelity:
         self.coarser = coarser
         self.kl = Histogram.logarithmic(1e-10, 1e3, 200, device)
         self.probability_difference = Histogram.linear(2000, device)
-        # tokens, then sums of _PROFILE; float64 counts are exact up to 2^53
-        shape = (1 + len(_PROFILE),)
-        self._by_confidence = torch.zeros(
-            _CONFIDENCE_BINS, *shape, dtype=torch.float64, device=device
-        )
-        self._by_position = torch.zeros(NUM_BINS, *shape, dtype=torch.float64, device=device)
-        self.noise = torch.zeros(len(SUMS) + 1, dtype=torch.float64, device=device)
-        # KL first; then document, place, and the rest of _WORST
+        self._by_confidence = Profile(_CONFIDENCE_BINS, PROFILED, _confidence_bins, device)
+        self.noise = Profile(1, SUMS, lambda tokens, _: torch.zeros_like(tokens.index_N), device)
+        # KL first; then document, position, and the rest of _WORST
         self._worst = torch.full(
             (WORST_TOKENS, 2 + len(_WORST)), -1.0, dtype=torch.float64, device=device
         )
 
-    def update(
-        self,
-        values_CBT: torch.Tensor,
-        scored_BT: torch.Tensor,
-        positions: torch.Tensor | None,
-        document_BT: torch.Tensor,
-        token_BT: torch.Tensor,
-    ) -> None:
+    def update(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> None:
         """Add a batch.
 
         Args:
-            values_CBT: :data:`ppl_eval.score.divergence.COLUMNS` of each target.
-            scored_BT: which targets were scored (bool).
-            positions: places of the inputs in their windows ([T] or [B, T]); None: 0, 1, 2, ...
-            document_BT: document of each target (int64).
-            token_BT: its place among the document's tokens (int64).
+            tokens: scored on this rank.
+            values: :data:`ppl_eval.score.divergence.COLUMNS` of each, by name (float64 [N]).
         """
-        of: dict[str, torch.Tensor] = dict(zip(COLUMNS, values_CBT[:, scored_BT], strict=True))
-        self.kl.update(of["kl_teacher_student"])
-        self.probability_difference.update(_probability_difference(of))
-        ones = torch.ones_like(of["nll"])
-        profile_N5 = torch.stack([ones, *(of[name] for name in _PROFILE)], dim=1)
-        confidence = (of["teacher_confidence"] * _CONFIDENCE_BINS).long()
-        confidence.clamp_(0, _CONFIDENCE_BINS - 1)
-        self._by_confidence.index_add_(0, confidence, profile_N5)
-        bins_BT = context_bins(scored_BT.shape[1], positions, scored_BT.device)
-        self._by_position.index_add_(0, bins_BT.expand_as(scored_BT)[scored_BT], profile_N5)
-        kl, *others = (of[name] for name in _WORST)
-        where = (document_BT[scored_BT].double(), token_BT[scored_BT].double())
+        self.kl.update(values["kl_teacher_student"])
+        self.probability_difference.update(values["probability_difference"])
+        self._by_confidence.update(tokens, values)
+        kl, *others = (values[name] for name in _WORST)
+        where = (tokens.document_N.double(), tokens.position_N.double())
         rows = torch.cat([self._worst, torch.stack([kl, *where, *others], dim=1)])
-        self._worst = rows[rows[:, 0].topk(WORST_TOKENS).indices]
+        self._worst = rows.index_select(0, rows.select(1, 0).topk(WORST_TOKENS).indices)
 
-    def update_noise(self, values_CBT: torch.Tensor, scored_BT: torch.Tensor) -> None:
+    def update_noise(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> None:
         """Add a batch in which the teacher is its own student."""
-        self.noise[:-1] += ledger_values(values_CBT).sum(dim=(1, 2))
-        self.noise[-1] += scored_BT.sum()
+        squares = {f"{name}_squared": value.square() for name, value in values.items()}
+        self.noise.update(tokens, {**values, **squares})
 
     def assemble(
         self, group: dist.ProcessGroup | None, noise_group: dist.ProcessGroup | None = None
@@ -171,25 +150,21 @@ class Fidelity:
             group: ranks that scored different tokens (the student's ``loss`` mesh).
             noise_group: the teacher's.
         """
-        counts = (self.kl.counts, self.probability_difference.counts)
-        parts = (*counts, self._by_confidence, self._by_position)
+        parts = (self.kl.counts, self.probability_difference.counts, self._by_confidence.sums)
         flat = reduce_(torch.cat([part.flatten().double() for part in parts]), group)
         for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(total.view_as(part))
         if group is not None:
             self._worst = all_gather(self._worst, group).flatten(0, 1)
-        reduce_(self.noise, noise_group)
+        self.noise.assemble(noise_group)
 
     def by_confidence(self) -> list[dict[str, Any]]:
         """Profile over the teacher's largest probability, in tenths; empty bins are left out."""
-        tenths = [n / _CONFIDENCE_BINS for n in range(_CONFIDENCE_BINS + 1)]
-        bounds = list(itertools.pairwise(tenths))
-        return _profile(self._by_confidence, "teacher_confidence", bounds)
-
-    def by_position(self) -> list[dict[str, Any]]:
-        """Profile over the number of tokens before, in bins of 1, 2 to 3, 4 to 7, ..."""
-        bounds = [(2**n, 2 ** (n + 1) - 1) for n in range(NUM_BINS)]
-        return _profile(self._by_position, "context_tokens", bounds)
+        bounds = [n / _CONFIDENCE_BINS for n in range(_CONFIDENCE_BINS + 1)]
+        return [
+            {"teacher_confidence": bounds[number : number + 2], **_profiled(count, means)}
+            for number, count, means in self._by_confidence.means()
+        ]
 
     def worst_tokens(self) -> list[dict[str, Any]]:
         """Tokens with the largest KL: document, place in it, both losses, both first choices."""
@@ -213,42 +188,28 @@ class Fidelity:
         return float(self._worst[:, 0].max())
 
 
-def ledger_values(values_CBT: torch.Tensor) -> torch.Tensor:
-    """:data:`SUMS` of each target, from the columns of :mod:`ppl_eval.score.divergence`.
+def _confidence_bins(tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tenth_N = (values["teacher_confidence"] * _CONFIDENCE_BINS).long()
+    return tenth_N.clamp_(0, _CONFIDENCE_BINS - 1)
 
-    Where nothing is scored all columns are 0, and so are these.
+
+def fidelity_by_position(profile: Profile) -> list[dict[str, Any]]:
+    """The ``by_position`` of results.json: means over tokens with 1, 2 to 3, 4 to 7, ... before.
+
+    Args:
+        profile: of :data:`PROFILED` over context bins, assembled.
     """
-    of: dict[str, torch.Tensor] = dict(zip(COLUMNS, values_CBT, strict=True))
-    difference = _probability_difference(of)
-    more = {
-        "nll_nats": of["nll"],
-        "nll_nats_squared": of["nll"].square(),
-        "teacher_nll_nats": of["teacher_nll"],
-        "teacher_nll_nats_squared": of["teacher_nll"].square(),
-        "probability_difference": difference,
-        "probability_difference_squared": difference.square(),
+    return [
+        {"context_tokens": context_bounds(number), **_profiled(count, means)}
+        for number, count, means in profile.means()
+    ]
+
+
+def _profiled(count: int, means: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "scored_tokens": count,
+        "kl_teacher_student_nats": means["kl_teacher_student"],
+        "top1_agreement": means["top1"],
+        "student_nll_nats_per_token": means["nll_nats"],
+        "teacher_nll_nats_per_token": means["teacher_nll_nats"],
     }
-    return torch.stack([more[name] if name in more else of[name] for name in SUMS])
-
-
-def _probability_difference(of: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return (-of["nll"]).exp() - (-of["teacher_nll"]).exp()
-
-
-def _profile(
-    sums: torch.Tensor, key: str, bounds: Sequence[tuple[float, float]]
-) -> list[dict[str, Any]]:
-    rows = []
-    for (low, high), (count, kl, top1, nll, teacher_nll) in zip(bounds, sums.tolist(), strict=True):
-        if count:
-            rows.append(
-                {
-                    key: [low, high],
-                    "scored_tokens": int(count),
-                    "kl_teacher_student_nats": kl / count,
-                    "top1_agreement": top1 / count,
-                    "student_nll_nats_per_token": nll / count,
-                    "teacher_nll_nats_per_token": teacher_nll / count,
-                }
-            )
-    return rows

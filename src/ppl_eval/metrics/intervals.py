@@ -5,33 +5,29 @@ document left out, or drawn twice, is all that these intervals need.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from scipy import stats
 
-from ppl_eval.metrics.definitions import FEWEST_DOCUMENTS, FEWEST_RESAMPLED, METRICS, perplexity
-from ppl_eval.metrics.summary import Summary
+from ppl_eval.metrics.names import FEWEST_DOCUMENTS, FEWEST_RESAMPLED
 
 LEVEL = 0.95
 
-_BLOCK = 16_384
-"""Documents whose draws are counted at a time: the counters stay in a core's cache."""
+_DRAWS_AT_A_TIME = 2_000_000
 
-Ends = tuple[np.ndarray, np.ndarray]
-"""Lower and upper ends of intervals, [...] each."""
-
+Interval = tuple[float, float]
 Statistic = Callable[[np.ndarray], np.ndarray]
-"""Sums over documents [..., columns] -> nearly normal values [...] or [..., values]."""
+"""Sums over documents [..., columns] -> values [...] whose distribution is nearly normal."""
 
 
-def ratio(numerator: int | list[int], denominator: int | list[int]) -> Statistic:
-    """The quotient of two columns of sums, or of several pairs of columns."""
+def ratio(numerator: int, denominator: int) -> Statistic:
+    """The quotient of two columns of sums."""
     return lambda sums: sums[..., numerator] / sums[..., denominator]
 
 
-def jackknife(by_document: np.ndarray, statistic: Statistic) -> tuple[np.ndarray, np.ndarray]:
-    """(values, standard errors) of functions of sums over documents.
+def jackknife(by_document: np.ndarray, statistic: Statistic) -> tuple[float, float, int]:
+    """(value, standard error, degrees of freedom) of a function of sums over documents.
 
     Leave-one-document-out (Efron and Stein 1981). For a ratio of sums it is the linearised,
     cluster-robust variance with residuals inflated by each document's share, so that few documents
@@ -44,47 +40,39 @@ def jackknife(by_document: np.ndarray, statistic: Statistic) -> tuple[np.ndarray
     sums = by_document.sum(axis=0)
     count = len(by_document)
     without = statistic(sums - by_document)
-    variance = (count - 1) / count * np.square(without - without.mean(axis=0)).sum(axis=0)
-    return statistic(sums), np.sqrt(variance)
+    variance = (count - 1) / count * np.square(without - without.mean()).sum()
+    return float(statistic(sums)), math.sqrt(variance), count - 1
 
 
-def clustered(by_document: np.ndarray, statistic: Statistic) -> Ends | None:
-    """95 % intervals by :func:`jackknife` and Student's t; None below three documents."""
-    count = len(by_document)
-    if count < FEWEST_DOCUMENTS:
+def clustered(by_document: np.ndarray, statistic: Statistic) -> Interval | None:
+    """95 % interval by :func:`jackknife` and Student's t; None below three documents."""
+    if len(by_document) < FEWEST_DOCUMENTS:
         return None
-    value, error = jackknife(by_document, statistic)
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+    value, error, freedom = jackknife(by_document, statistic)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     return value - reach, value + reach
 
 
 def bootstrapped(
     by_document: np.ndarray, statistic: Statistic, *, resamples: int, seed: int
-) -> Ends | None:
-    """95 % percentile intervals over resampled documents; None below twenty documents.
-
-    All columns are summed over the same draws. A resample draws as many documents as there are, at
-    random and with replacement: first how many from each block of documents, then which of the
-    block. That is one multinomial draw, in an order that suits the cache.
-    """
+) -> Interval | None:
+    """95 % percentile interval over resampled documents; None below twenty documents."""
     count = len(by_document)
     if count < FEWEST_RESAMPLED or resamples < 1:
         return None
     random = np.random.default_rng(seed)
-    blocks = [by_document[begin : begin + _BLOCK] for begin in range(0, count, _BLOCK)]
-    shares = np.asarray([len(block) / count for block in blocks])
-    num_drawn = random.multinomial(count, shares, size=resamples)
-    sums = np.zeros((resamples, by_document.shape[1]))
-    for block, of_resamples in zip(blocks, num_drawn.T, strict=True):
-        for resample, drawn in enumerate(of_resamples):
-            documents = random.integers(len(block), size=drawn)
-            sums[resample] += np.bincount(documents, minlength=len(block)) @ block
+    values = []
+    at_a_time = max(1, _DRAWS_AT_A_TIME // count)
+    for start in range(0, resamples, at_a_time):
+        size = min(at_a_time, resamples - start)
+        draws = random.multinomial(count, np.full(count, 1 / count), size=size)
+        values.append(statistic(draws @ by_document))
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(statistic(sums), [tail, 1 - tail], axis=0)
-    return low, high
+    low, high = np.quantile(np.concatenate(values), [tail, 1 - tail])
+    return float(low), float(high)
 
 
-def token_iid(num_tokens: int, nll_sum: float, nll_squared_sum: float) -> list[float] | None:
+def token_iid(num_tokens: int, nll_sum: float, nll_squared_sum: float) -> Interval | None:
     """Interval of the token perplexity as if tokens were independent; None below two tokens.
 
     llama.cpp's: perplexity * sqrt((E[x^2] - E[x]^2) / (n - 1)) is its standard error. It is too
@@ -94,68 +82,78 @@ def token_iid(num_tokens: int, nll_sum: float, nll_squared_sum: float) -> list[f
         return None
     mean = nll_sum / num_tokens
     variance = max(nll_squared_sum / num_tokens - mean * mean, 0.0) / (num_tokens - 1)
-    value = perplexity(nll_sum, num_tokens)
-    if math.isinf(value):
+    try:
+        value = math.exp(mean)
+    except OverflowError:
         return None
-    reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * value * math.sqrt(variance)
-    return [value - reach, value + reach]
+    reach = stats.norm.ppf((1 + LEVEL) / 2) * value * math.sqrt(variance)
+    return float(value - reach), float(value + reach)
 
 
 def paired_log_ratio(
     nll_sum: np.ndarray, other_nll_sum: np.ndarray, weight: np.ndarray
-) -> tuple[float, tuple[float, float] | None]:
+) -> tuple[float, Interval | None]:
     """How two models differ on the same documents: ln of the ratio of their perplexities.
 
     What makes a document hard for both cancels, so the interval is far narrower than those of the
-    two perplexities.
+    two perplexities suggest.
 
     Args:
-        nll_sum: NLL by document (float64 [documents]).
+        nll_sum: NLL of each document (float64 [documents]).
         other_nll_sum: the other model's.
-        weight: what both divide by: scored tokens or bytes by document.
+        weight: of each document: its scored tokens, or its bytes if the tokenizers differ.
 
     Returns:
-        (ln of the ratio, its 95 % interval).
+        (ln(perplexity / other perplexity), its 95 % interval clustered by document).
     """
     used = weight > 0
     columns = np.stack([nll_sum - other_nll_sum, weight.astype(np.float64)], axis=1)[used]
     statistic = ratio(0, 1)
-    ends = clustered(columns, statistic)
-    value = float(statistic(columns.sum(axis=0)))
-    return value, None if ends is None else (float(ends[0]), float(ends[1]))
+    return float(statistic(columns.sum(axis=0))), clustered(columns, statistic)
 
 
 def of_metrics(
-    summary: Summary, interval: Callable[[np.ndarray, Statistic], Ends | None]
+    columns: Mapping[str, np.ndarray], interval: Callable[[np.ndarray, Statistic], Interval | None]
 ) -> dict[str, list[float] | None]:
     """Intervals of the metrics of results.json.
 
     Args:
-        summary: its documents are the sample.
+        columns: by document: ``nll`` (nats), ``tokens`` (scored), ``words``, ``bytes``,
+            ``characters``.
         interval: :func:`clustered`, or :func:`bootstrapped` with its numbers.
 
     Returns:
-        Metric -> [low, high]; null where it has no value, where a document decides whether it has
-        one (the only one with words), or above float64. A loss is never below 0, so neither is an
-        end of its interval.
+        Metric -> [low, high]; null where it has no value or exceeds float64. A loss is never below
+        0, so neither is an end of its interval.
     """
-    table, found = summary.documents, dict.fromkeys(metric.key for metric in METRICS)
-    known = [metric for metric in METRICS if summary.total.count_of(metric.unit)]
-    names = list(dict.fromkeys(name for metric in known for name in (metric.total, metric.unit)))
-    if not known:
-        return found
-    scored = table.counts["scored_tokens"] > 0
-    columns = {**table.sums, **table.counts}
-    by_document = np.stack([columns[name][scored].astype(np.float64) for name in names], axis=1)
-    statistic = ratio(
-        [names.index(metric.total) for metric in known],
-        [names.index(metric.unit) for metric in known],
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ends = interval(by_document, statistic)
-    if ends is None:
-        return found
-    for metric, low, high in zip(known, *ends, strict=True):
-        values = [metric.form(max(float(end), 0.0), 1) for end in (low, high)]
-        found[metric.key] = values if np.isfinite([low, high, *values]).all() else None
-    return found
+    nll, tokens = columns["nll"], columns["tokens"]
+    scored = tokens > 0
+
+    def per(name: str) -> Interval | None:
+        unit = columns[name]
+        if not unit.sum():
+            return None
+        return interval(np.stack([nll, unit.astype(np.float64)], axis=1)[scored], ratio(0, 1))
+
+    means = np.divide(nll, tokens, out=np.zeros(len(nll)), where=scored)[scored]
+    ones = np.ones(len(means))
+    document_mean = interval(np.stack([means, ones], axis=1), ratio(0, 1)) if len(means) else None
+    by_byte, by_character = per("bytes"), per("characters")
+    return {
+        "token_perplexity": _exp(per("tokens")),
+        "document_mean_perplexity": _exp(document_mean),
+        "word_perplexity": _exp(per("words")),
+        "byte_perplexity": _exp(by_byte),
+        "bits_per_byte": _bits(by_byte),
+        "bits_per_character": _bits(by_character),
+    }
+
+
+def _exp(interval: Interval | None) -> list[float] | None:
+    if interval is None or interval[1] > math.log(1.7e308):
+        return None
+    return [math.exp(max(end, 0.0)) for end in interval]
+
+
+def _bits(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [max(end, 0.0) / math.log(2) for end in interval]

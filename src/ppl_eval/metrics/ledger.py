@@ -1,13 +1,14 @@
-"""Ledger: one row a window, written by one data-parallel rank, or in parts by the ranks that share
-the window."""
+"""Ledger: a row of sums for each window, written by the rank that read it, or in parts by the ranks
+that share it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ppl_eval.parallel.reduce import reduce_
+from ppl_eval.score.batch import Tokens
 
 NLL = ("nll_nats", "nll_nats_squared")
 """Columns of every ledger."""
@@ -51,11 +52,6 @@ class Ledger:
         """Sum of the NLL by window (float64 [windows])."""
         return self.column("nll_nats")
 
-    @property
-    def nll_nats_squared_sum(self) -> torch.Tensor:
-        """Sum of its squares by window (float64 [windows])."""
-        return self.column("nll_nats_squared")
-
     def column(self, name: str) -> torch.Tensor:
         """Sums of one column by window (float64 [windows])."""
         return self.sums[self.columns.index(name)]
@@ -67,21 +63,23 @@ class Ledger:
         other.sums = torch.stack([self.column(prefix + name) for name in NLL])
         return other
 
-    def write(
-        self, rows_B: torch.Tensor, values_CBT: torch.Tensor, scored_BT: torch.Tensor
-    ) -> None:
-        """Enter the results of one batch.
+    def update(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> None:
+        """Enter the windows of one batch.
 
         Args:
-            rows_B: window numbers (int64); empty for a batch that counts nothing.
-            values_CBT: what each target adds to each column, 0 where not scored.
-            scored_BT: which targets were scored (bool).
+            tokens: scored on this rank.
+            values: what was found of each, by name ([N] each). The column ``NAME_squared`` takes
+                the square of ``NAME``.
         """
-        if rows_B.numel() == 0:
-            return
-        self.num_scored[rows_B] = scored_BT.sum(dim=1)
-        self.sums[:, rows_B] = values_CBT.sum(dim=2, dtype=torch.float64)
-        self.num_writes[rows_B] += 1
+        values_NC = torch.stack([_column(values, name) for name in self.columns], dim=1)
+        # one after the other within a window, so in the same order on every device; "unsafe" leaves
+        # out a check of the lengths that would wait for the device
+        sums_WC = torch.segment_reduce(
+            values_NC, "sum", lengths=tokens.num_tokens_W, axis=0, unsafe=True, initial=0
+        )
+        self.num_scored.index_copy_(0, tokens.window_W, tokens.num_tokens_W)
+        self.sums.index_copy_(1, tokens.window_W, sums_WC.T)
+        self.num_writes.index_add_(0, tokens.window_W, torch.ones_like(tokens.window_W))
 
     def assemble(self, group: dist.ProcessGroup | None) -> None:
         """Complete the rows on every rank.
@@ -102,5 +100,13 @@ class Ledger:
     def first_non_finite(self) -> tuple[int, str] | None:
         """Number of the first window with a NaN or infinite sum and the first such column, or
         None."""
+        if self.sums.sum().isfinite():
+            return None
         bad = (~self.sums.isfinite()).T.nonzero()
         return None if len(bad) == 0 else (int(bad[0, 0]), self.columns[int(bad[0, 1])])
+
+
+def _column(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name in values:
+        return values[name].double()
+    return values[name.removesuffix("_squared")].double().square()

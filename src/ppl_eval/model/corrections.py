@@ -14,9 +14,9 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from ppl_eval.checkpoint.config_json import ModelConfig, differs
 from ppl_eval.errors import UserError
-from ppl_eval.model.attention import CausalAttention
+from ppl_eval.model.attention import Attention, Causal, SlidingWindow
+from ppl_eval.model.torchtune_decoder import CappedHead, LayerAttention
 from ppl_eval.plural import counted
-from ppl_eval.score.head import CappedHead
 
 
 def correct(model: TransformerDecoder, config: ModelConfig) -> None:
@@ -39,7 +39,7 @@ def correct(model: TransformerDecoder, config: ModelConfig) -> None:
                 raise differs("config.json", "sliding_window", window, own)
             layer.attn = _plain_attention(layer.attn, window if config.windows else own)
         elif window is not None:
-            layer.attn._attention_call = CausalAttention(window=window)
+            layer.attn._attention_call = LayerAttention(Attention(SlidingWindow(window)))
     _uncap_hidden_states(model)
     _set_rope_scaling(model, config)
 
@@ -77,8 +77,9 @@ def _plain_attention(gemma2: Gemma2Attention, window: int | None) -> MultiHeadAt
         pos_embeddings=gemma2.pos_embeddings,
         max_seq_len=gemma2.max_seq_len,
     )
-    attention._attention_call = CausalAttention(
-        window=window, soft_cap=gemma2.softcapping, scale=gemma2.scaling
+    seen = Causal() if window is None else SlidingWindow(window)
+    attention._attention_call = LayerAttention(
+        Attention(seen, soft_cap=gemma2.softcapping, scale=gemma2.scaling)
     )
     return attention
 

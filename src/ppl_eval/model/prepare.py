@@ -15,11 +15,11 @@ from ppl_eval.checkpoint.config_json import ModelConfig
 from ppl_eval.checkpoint.names import Convert
 from ppl_eval.checkpoint.tensor_files import Source
 from ppl_eval.checkpoint.weight_files import has_adapter
-from ppl_eval.model.attention import check_attention
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import check_against_config, config_of
 from ppl_eval.model.from_folder import check_expressible
 from ppl_eval.model.load import check_names, load
+from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import check_heads, split_decoder
@@ -94,13 +94,9 @@ class PreparedModel:
         Afterwards the model can evaluate. No communication.
         """
         if meshes is not None:
-            split_decoder(self.model, meshes.tp)
-            shard_decoder(
-                self.model,
-                self.model.layers,
-                meshes.fsdp,
-                reshard_after_forward=reshard_after_forward,
-            )
+            decoder = TorchtuneDecoder(self.model)
+            split_decoder(decoder, meshes.tp)
+            shard_decoder(decoder, meshes.fsdp, reshard_after_forward=reshard_after_forward)
         load(
             self.model,
             self.source,
@@ -147,7 +143,7 @@ def prepare_model(
         adapter = read_adapter(adapter_dir, node, config.values, model, slots)
         if not merge:
             install(model, adapter)
-    check_heads(model, layout.tp, section["_component_"], f"{layout.key}.tp")
+    check_heads(TorchtuneDecoder(model), layout.tp, section["_component_"], f"{layout.key}.tp")
     _check_layout(model, layout)
     source, convert, names_layout = checkpoints.open_checkpoint(node, config)
     checkpoint_dtype = check_names(model, source, convert, names_layout, adapter)
@@ -175,7 +171,9 @@ def num_ids(model: TransformerDecoder) -> int:
 def _check_layout(model: TransformerDecoder, layout: Layout) -> None:
     """Refuse attention that cannot be split."""
     if layout.cp > 1:
-        check_attention(model, f"{layout.key}.cp is {layout.cp}", f"{layout.key}.cp=1")
+        TorchtuneDecoder(model).check_attention(
+            f"{layout.key}.cp is {layout.cp}", f"{layout.key}.cp=1"
+        )
 
 
 def _about_adapters(

@@ -18,67 +18,50 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ppl_eval.decoder import Decoder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.lora import AdaptedLinear, local_part
-
-PLAN = {
-    "tok_embeddings": "vocabulary",
-    "layers.*.attn.q_proj": "columns",
-    "layers.*.attn.k_proj": "columns",
-    "layers.*.attn.v_proj": "columns",
-    "layers.*.attn.output_proj": "rows",
-    "layers.*.mlp.w1": "columns",
-    "layers.*.mlp.w3": "columns",
-    "layers.*.mlp.w2": "rows",
-    "output": "vocabulary",
-}
-"""How each matrix of torchtune's decoders is split; all families share these names.
-
-columns: each rank computes some of the output features (its heads, its hidden units).
-rows: each rank reads some of the input features, and the results are added up.
-vocabulary: each rank has the rows of some ids. A tied head has no entry: it reads the embedding's.
-Vectors (norms) stay whole on every rank. Of an adapter's two matrices the one that faces a split
-dim is split with it, see ``_planned``.
-"""
-
+from ppl_eval.parallel.products import wide_product
 
 _AXES = {"vocabulary": 0, "columns": 0, "rows": 1}
-"""Axis of a weight. A bias of a matrix that is split by rows is added after the sum, whole."""
+"""How a matrix is split -> the axis of its weight.
+
+A bias of a matrix that is split by rows is added after the sum, whole. Vectors (norms) stay whole
+on every rank. Of an adapter's two matrices the one that faces a split dim is split with it."""
 
 
 def check_heads(
-    model: nn.Module, tp: int, name: str = "the model", key: str = "parallel.tp"
+    decoder: Decoder, tp: int, name: str = "the model", key: str = "parallel.tp"
 ) -> None:
     """Refuse a degree that does not divide the heads.
 
     Args:
-        model: a decoder, on any device, not yet split.
+        decoder: on any device, not yet split.
         tp: ranks that share a matrix.
-        name: of the model, for the message.
-        key: of the config that says ``tp``, for the message.
+        name: what the message calls the model.
+        key: the config key that says ``tp``, for the message.
 
     Raises:
         UserError: naming heads, kv heads and tp; or a module that the plan cannot split.
     """
     if tp == 1:
         return
-    for layer in _layers(model):
-        heads, kv_heads = layer.attn.num_heads, layer.attn.num_kv_heads
+    model, planned = decoder.model, dict(_planned(decoder))
+    for heads, kv_heads in decoder.num_heads:
         if heads % tp or kv_heads % tp:
             fits = [n for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n]
             raise UserError(
                 f"{key} is {tp}, but {name} has {heads} heads and {kv_heads} kv heads, which"
                 f" tp must both divide: set {key} to {' or '.join(map(str, fits))}"
             )
-    planned = dict(_planned(model))
     for path, parameter in model.named_parameters():
         owner = path.rpartition(".")[0]
-        if parameter.ndim > 1 and not _is_known(model, owner, planned):
+        if parameter.ndim > 1 and not _is_known(decoder, owner, planned):
             raise UserError(
                 f"{key} is {tp}, but how to split {path} of a"
                 f" {type(model.get_submodule(owner)).__name__} is not known: set {key}=1"
             )
-        if path == "output.bias":
+        if owner in planned and planned[owner] == "vocabulary" and path.endswith(".bias"):
             raise UserError(f"{key} is {tp}, but the head has a bias: set {key}=1")
 
 
@@ -112,23 +95,23 @@ def ranks_of(group: dist.ProcessGroup | None) -> set[int]:
     return set() if group is None else set(dist.get_process_group_ranks(group))
 
 
-def split_axes(model: nn.Module) -> dict[str, int]:
+def split_axes(decoder: Decoder) -> dict[str, int]:
     """Name of each parameter that tp splits -> the axis; the others stay whole on every rank."""
     return {
         f"{name}.{key}": _AXES[kind]
-        for name, kind in _planned(model)
-        for key, parameter in model.get_submodule(name).named_parameters(recurse=False)
+        for name, kind in _planned(decoder)
+        for key, parameter in decoder.model.get_submodule(name).named_parameters(recurse=False)
         if parameter.ndim > _AXES[kind]
     }
 
 
-def split_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
+def split_decoder(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Split a decoder's matrices in place over a one-dimensional mesh, before FSDP2 if at all.
 
     No communication. Afterwards the model can evaluate, but not train.
 
     Args:
-        model: a torchtune decoder, on the meta device or materialised (equally on all ranks).
+        decoder: on the meta device or materialised (equally on all ranks).
         mesh: the ``tp`` mesh; nothing is done on a mesh of one rank.
 
     Raises:
@@ -137,12 +120,11 @@ def split_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
     tp = mesh.size()
     if tp == 1:
         return
-    check_heads(model, tp)
-    for layer in _layers(model):
-        layer.attn.num_heads //= tp
-        layer.attn.num_kv_heads //= tp
-    for name, kind in _planned(model):
-        module: Any = model.get_submodule(name)
+    check_heads(decoder, tp)
+    planned = _planned(decoder)
+    decoder.divide_heads(tp)
+    for name, kind in planned:
+        module: Any = decoder.model.get_submodule(name)
         axis = _AXES[kind]
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim > axis:
@@ -263,23 +245,10 @@ class _AdaptedRows(AdaptedLinear):
 def _summed_product(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    out = _wide_product(x, weight)
+    out = wide_product(x, weight)
     dist.all_reduce(out, group=group)
     return out.to(x.dtype)
 
-
-def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` in fp32, of bf16 and fp16 too."""
-    if x.dtype.itemsize >= 4:
-        return F.linear(x, weight)
-    if x.is_cuda and _CUBLAS_WIDENS:
-        product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
-        return product.unflatten(0, x.shape[:-1])
-    return F.linear(x.float(), weight.float())
-
-
-_CUBLAS_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
-"""torch 2.8 and later can have fp32 out of a bf16 product, on CUDA."""
 
 _LINEAR = {"columns": _Columns, "vocabulary": _Columns, "rows": _Rows}
 _ADAPTED = {"columns": _AdaptedColumns, "rows": _AdaptedRows}
@@ -293,14 +262,10 @@ def _split_class(module: nn.Module, kind: str) -> type[nn.Module]:
     return (_ADAPTED if isinstance(module, AdaptedLinear) else _LINEAR)[kind]
 
 
-def _layers(model: nn.Module) -> Any:
-    return model.layers
-
-
-def _is_known(model: nn.Module, owner: str, planned: Mapping[str, str]) -> bool:
+def _is_known(decoder: Decoder, owner: str, planned: Mapping[str, str]) -> bool:
     """Whether the matrix of the module ``owner`` can be split, or may stay whole."""
-    module = model.get_submodule(owner)
-    if owner == "tok_embeddings":
+    module = decoder.model.get_submodule(owner)
+    if module is decoder.embedding:
         return isinstance(module, nn.Embedding)
     adapted, _, part = owner.rpartition(".")
     name = adapted if part in ("lora_a", "lora_b") else owner
@@ -308,7 +273,7 @@ def _is_known(model: nn.Module, owner: str, planned: Mapping[str, str]) -> bool:
     return name in planned and type(module) in (nn.Linear, AdaptedLinear)
 
 
-def _planned(model: nn.Module) -> list[tuple[str, str]]:
+def _planned(decoder: Decoder) -> list[tuple[str, str]]:
     """(module name, how it is split) for the modules that the model has.
 
     An adapter adds up to its matrix's output, so B is split as W by columns, and A as W by rows;
@@ -316,8 +281,9 @@ def _planned(model: nn.Module) -> list[tuple[str, str]]:
     """
     patterns = {
         re.compile(re.escape(pattern).replace(r"\*", r"\d+")): kind
-        for pattern, kind in PLAN.items()
+        for pattern, kind in decoder.split_plan.items()
     }
+    model = decoder.model
     matrices = [
         (name, kind)
         for name, module in model.named_modules()

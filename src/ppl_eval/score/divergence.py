@@ -34,16 +34,18 @@ MEANS = (
 """What is averaged over tokens as it stands."""
 
 COLUMNS = (
-    "nll",
-    "teacher_nll",
+    "nll_nats",
+    "teacher_nll_nats",
     *MEANS,
+    "probability_difference",
     "teacher_confidence",
     "top1_id",
     "teacher_top1_id",
 )
 """What is known of a token. NLL (each model's, over all of its own ids), divergences and entropies
 in nats; top1: whether both have the same most probable id (0 or 1); top5: share of the five most
-probable ids that both have; teacher_confidence: the teacher's largest probability."""
+probable ids that both have; probability_difference: the student's probability of the token that
+followed less the teacher's; teacher_confidence: the teacher's largest probability."""
 
 TOP = 5
 BLOCK_ELEMENTS = {"cpu": 2**16}
@@ -109,6 +111,7 @@ def compare_logits_(
             *terms_N5.T,
             same[:, 0, 0].double(),
             same.sum(dim=(1, 2)).double() / min(TOP, ids.num_shared),
+            (-nll[0]).exp() - (-nll[1]).exp(),
             (-log_sums_N2[:, 1]).exp(),
             student.top_ids_Nk[:, 0].double(),
             teacher.top_ids_Nk[:, 0].double(),

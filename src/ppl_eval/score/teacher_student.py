@@ -1,89 +1,67 @@
-"""A student and its teacher on the same windows, their heads in the same chunks."""
+"""A student and its teacher on the same windows, their heads on the same chunks of tokens.
 
-from collections.abc import Callable, Iterable, Iterator
+The student's forward runs inside the teacher's, so that FSDP2 has both heads gathered and no full
+logits of either exist.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ppl_eval.parallel.context import ContextSplit
+from ppl_eval.score.batch import Batch
 from ppl_eval.score.divergence import COLUMNS, Ids, compare_logits_
-from ppl_eval.score.head import CHUNK_ELEMENTS, Head, chunks_of, run_to_head, unwrapped, wide_dtype
+from ppl_eval.score.head import CHUNK_ELEMENTS, Head, wide_dtype
+from ppl_eval.score.reader import Reader, rows_of
 
 
-@dataclass(frozen=True)
-class Reader:
-    """One model's forward pass over a batch.
-
-    Attributes:
-        model: sharded or not.
-        inputs_BT: token ids that this rank reads (int64).
-        positions: places of the inputs in their windows, or None for 0, 1, 2, ...
-        context: how windows are split, if they are.
-    """
-
-    model: nn.Module
-    inputs_BT: torch.Tensor
-    positions: torch.Tensor | None = None
-    context: ContextSplit | None = None
-
-    def run(
-        self,
-        rows_of: Callable[[torch.Tensor], torch.Tensor],
-        then: Callable[[torch.Tensor, Head], Any],
-    ) -> Any:
-        """See :func:`ppl_eval.score.head.run_to_head`."""
-        return run_to_head(self.model, self.inputs_BT, rows_of, then, positions=self.positions)
-
-
-class PairScorer:
+class TeacherStudent:
     """Compares a student with its teacher, batch after batch.
 
     Where the two are laid out differently the teacher follows: its hidden states are gathered and
     cut as the student's windows are, and its head is split as the student's is (once; it is kept).
-    The student's forward runs inside the teacher's, so that FSDP2 has both heads gathered and no
-    full logits of either exist.
+
+    Args:
+        student: decides which part of the windows this rank scores.
+        teacher: reads the same windows on the same ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, student: Reader, teacher: Reader) -> None:
+        self._student, self._teacher = student, teacher
         self._aligned_head: Head | None = None
 
-    def score(
-        self,
-        student: Reader,
-        teacher: Reader,
-        targets_BT: torch.Tensor,
-        scored_BT: torch.Tensor,
-        num_positions: int,
-    ) -> torch.Tensor:
-        """Every scored token of this rank's part of a batch.
+    def compare(self, own: Batch, teachers: Batch, num_positions: int) -> dict[str, torch.Tensor]:
+        """What is found of every scored token of this rank's part of a batch.
 
         Args:
-            student: decides which part of the windows this rank scores.
-            teacher: reads the same windows.
-            targets_BT: the token after each of the student's inputs (int64).
-            scored_BT: which of them to score (bool).
+            own: the student's part, on its device.
+            teachers: the part of the same windows that this rank has of the teacher's.
             num_positions: length of the whole windows.
 
         Returns:
-            :data:`COLUMNS` [columns, B, T] (float64), 0 where nothing is scored.
+            Name -> values [N] (float64): :data:`ppl_eval.score.divergence.COLUMNS`.
         """
-        targets_N = targets_BT[scored_BT]
+        student, teacher, tokens = self._student, self._teacher, own.tokens
+        choose = partial(rows_of, index_N=tokens.index_N)
 
         def teachers_rows(hidden_BTD: torch.Tensor) -> torch.Tensor:
-            aligned_BTD = _cut_like(hidden_BTD, teacher.context, student.context, num_positions)
-            return aligned_BTD[scored_BT]
+            return choose(_cut_like(hidden_BTD, teacher.context, student.context, num_positions))
 
         def with_teacher(teacher_ND: torch.Tensor, teacher_head: Head) -> torch.Tensor:
             def with_both(student_ND: torch.Tensor, head: Head) -> torch.Tensor:
                 other = self._aligned(teacher_head, head)
-                return compare_rows(student_ND, head, teacher_ND, other, targets_N)
+                return compare_rows(student_ND, head, teacher_ND, other, tokens.target_N)
 
-            return student.run(lambda hidden_BTD: hidden_BTD[scored_BT], with_both)
+            return student.read(own.inputs_BT, own.positions_T, choose, with_both)
 
-        return _spread(teacher.run(teachers_rows, with_teacher), scored_BT)
+        found_CN = teacher.read(
+            teachers.inputs_BT, teachers.positions_T, teachers_rows, with_teacher
+        )
+        return dict(zip(COLUMNS, found_CN, strict=True))
 
     def _aligned(self, teacher: Head, student: Head) -> Head:
         if self._aligned_head is not None:
@@ -94,40 +72,37 @@ class PairScorer:
         return head
 
 
-def score_perturbed(
-    reader: Reader, targets_BT: torch.Tensor, scored_BT: torch.Tensor, seed: int, epsilon: float
-) -> torch.Tensor:
-    """A model as the student of itself: its layers' outputs are rounded once more, at random.
+def compare_with_rounded(
+    reader: Reader, batch: Batch, seed: int, epsilon: float
+) -> dict[str, torch.Tensor]:
+    """A model as the student of itself, once with the outputs of its layers rounded at random.
 
     What differs then is what its dtype leaves open: the floor below which a divergence says nothing
-    of the models.
+    about the models.
 
     Args:
-        reader: a torchtune decoder on a batch.
-        targets_BT: the token after each input (int64).
-        scored_BT: which of them to score (bool).
-        seed: of the rounding; ranks that share matrices give the same.
-        epsilon: of the dtype whose rounding it is.
+        reader: of a decoder that is not compiled.
+        batch: this rank's part, on the model's device.
+        seed: decides the rounding; ranks that share matrices give the same.
+        epsilon: spacing, at 1, of the dtype whose rounding it is.
 
     Returns:
-        :data:`COLUMNS` [columns, B, T] (float64), 0 where nothing is scored.
+        See :meth:`TeacherStudent.compare`.
     """
-
-    def rows_of(hidden_BTD: torch.Tensor) -> torch.Tensor:
-        return hidden_BTD[scored_BT]
-
-    with rounded_at_random(unwrapped(reader.model).layers, seed, epsilon):
-        other_ND = reader.run(rows_of, lambda rows_ND, head: rows_ND)
-    targets_N = targets_BT[scored_BT]
-    return _spread(
-        reader.run(rows_of, lambda own, head: compare_rows(other_ND, head, own, head, targets_N)),
-        scored_BT,
+    assert reader.decoder is not None
+    choose = partial(rows_of, index_N=batch.tokens.index_N)
+    read = partial(reader.read, batch.inputs_BT, batch.positions_T, choose)
+    with rounded_at_random(reader.decoder.layers, seed, epsilon):
+        rounded_ND = read(lambda rows_ND, head: rows_ND)
+    found_CN = read(
+        lambda own_ND, head: compare_rows(rounded_ND, head, own_ND, head, batch.tokens.target_N)
     )
+    return dict(zip(COLUMNS, found_CN, strict=True))
 
 
 @contextmanager
-def rounded_at_random(layers: Iterable[nn.Module], seed: int, epsilon: float) -> Iterator[None]:
-    """Multiply what each layer gives by 1 + u, |u| at most half of ``epsilon``."""
+def rounded_at_random(layers: Sequence[nn.Module], seed: int, epsilon: float) -> Iterator[None]:
+    """Multiply what each layer gives by 1 + u, where |u| is at most half of ``epsilon``."""
 
     def hook_of(number: int) -> Callable[..., torch.Tensor]:
         def hook(module: nn.Module, args: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -147,12 +122,6 @@ def rounded_at_random(layers: Iterable[nn.Module], seed: int, epsilon: float) ->
             handle.remove()
 
 
-def _spread(values_CN: torch.Tensor, scored_BT: torch.Tensor) -> torch.Tensor:
-    values_CBT = values_CN.new_zeros(len(values_CN), *scored_BT.shape)
-    values_CBT[:, scored_BT] = values_CN
-    return values_CBT
-
-
 def compare_rows(
     student_ND: torch.Tensor,
     student: Head,
@@ -160,12 +129,19 @@ def compare_rows(
     teacher: Head,
     targets_N: torch.Tensor,
 ) -> torch.Tensor:
-    """:func:`compare_logits_` of normed hidden states, in chunks; both heads are split alike."""
+    """:func:`compare_logits_` of normed hidden states, in chunks; both heads are split alike.
+
+    Returns:
+        :data:`COLUMNS` [columns, N] (float64).
+    """
     largest = max(student.largest_vocabulary, teacher.largest_vocabulary)
+    size = max(1, CHUNK_ELEMENTS // 2 // largest)
     found = [student_ND.new_zeros(len(COLUMNS), 0, dtype=torch.float64)]
-    for chunk in chunks_of(len(targets_N), CHUNK_ELEMENTS // 2 // largest):
-        rows = (student_ND[chunk], teacher_ND[chunk])
-        found.append(_compare_chunk((student, teacher), rows, targets_N[chunk]))
+    for own, other, targets in zip(
+        *(values.split(size) for values in (student_ND, teacher_ND, targets_N)), strict=True
+    ):
+        if len(targets):
+            found.append(_compare_chunk((student, teacher), (own, other), targets))
     return torch.cat(found, dim=1)
 
 

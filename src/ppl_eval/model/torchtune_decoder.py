@@ -1,0 +1,227 @@
+"""torchtune's decoders as the package sees them: see :class:`ppl_eval.decoder.Decoder`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval.decoder import Tail, unwrapped
+from ppl_eval.errors import UserError
+from ppl_eval.model.attention import Attention, SplitAttention, soft_capped
+from ppl_eval.parallel.context import ContextSplit
+
+SPLIT_PLAN = {
+    "tok_embeddings": "vocabulary",
+    "layers.*.attn.q_proj": "columns",
+    "layers.*.attn.k_proj": "columns",
+    "layers.*.attn.v_proj": "columns",
+    "layers.*.attn.output_proj": "rows",
+    "layers.*.mlp.w1": "columns",
+    "layers.*.mlp.w3": "columns",
+    "layers.*.mlp.w2": "rows",
+    "output": "vocabulary",
+}
+"""How each matrix of torchtune's decoders is split; all families share these names. A tied head has
+no entry: it reads the embedding's."""
+
+_at_head: ContextVar[Callable[[torch.Tensor], torch.Tensor]] = ContextVar("at_head")
+"""What the forward pass that runs now ends in. A forward may run inside another's end."""
+
+
+class CappedHead(nn.Module):
+    """A head whose logits are soft-capped (Gemma 2).
+
+    Args:
+        head: gives the logits: a linear layer or torchtune's TiedLinear.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
+    """
+
+    def __init__(self, head: Any, soft_cap: float) -> None:
+        super().__init__()
+        self.head = head
+        self.soft_cap = soft_cap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Capped logits."""
+        return soft_capped(self.head(hidden), self.soft_cap)
+
+
+class LayerAttention:
+    """Takes the place of what torchtune's MultiHeadAttention calls after its rotary embedding.
+
+    Args:
+        attention: what is computed of queries, keys and values.
+    """
+
+    def __init__(self, attention: Attention | SplitAttention) -> None:
+        self.attention = attention
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        """Attended values of q, k, v [B, H, T, K]; no layer may ask for a mask of its own."""
+        if mask is not None:
+            raise UserError(
+                "a layer gives its attention a mask, which only plain attention can take"
+            )
+        return self.attention(q, k, v)
+
+
+class TorchtuneDecoder:
+    """See :class:`ppl_eval.decoder.Decoder`.
+
+    Args:
+        model: torchtune's TransformerDecoder, on any device, sharded or not.
+    """
+
+    split_plan: Mapping[str, str] = SPLIT_PLAN
+
+    def __init__(self, model: TransformerDecoder) -> None:
+        self.model = model
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """Its decoder layers."""
+        layers: Any = self.model.layers
+        return layers
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Its input embedding."""
+        return self.model.tok_embeddings
+
+    @property
+    def num_ids(self) -> int:
+        """Rows of the embedding."""
+        return self.embedding.num_embeddings
+
+    @property
+    def num_heads(self) -> list[tuple[int, int]]:
+        """(query heads, key and value heads) of each layer."""
+        attentions = (self._attention(layer) for layer in self.layers)
+        return [(attention.num_heads, attention.num_kv_heads) for attention in attentions]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """torchtune computes all of its buffers, so these are the parameters."""
+        return dict(self.model.named_parameters())
+
+    def forward(
+        self,
+        wrapped: nn.Module,
+        inputs_BT: torch.Tensor,
+        positions_T: torch.Tensor | None,
+        at_head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """torchtune's forward ends with ``self.unembed(h)``: norm, head, ``.float()``."""
+        options = {}
+        if positions_T is not None:
+            options["input_pos"] = positions_T.view(-1, inputs_BT.shape[1])
+        before = vars(self.model).get("unembed")  # of a forward that this one runs in
+        object.__setattr__(self.model, "unembed", _unembed)
+        token = _at_head.set(at_head)
+        try:
+            wrapped(inputs_BT, **options)
+        finally:
+            _at_head.reset(token)
+            if before is None:
+                object.__delattr__(self.model, "unembed")
+            else:
+                object.__setattr__(self.model, "unembed", before)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+        return self.model.norm(hidden)
+
+    def head(self) -> tuple[nn.Module, Tail | None]:
+        """The output layer, or the embedding that it is tied to; Gemma 2 caps the logits."""
+        output: Any = self.model.output
+        tail = None
+        if isinstance(output, CappedHead):
+            output, tail = output.head, partial(soft_capped, soft_cap=output.soft_cap)
+        return getattr(output, "tied_module", output), tail
+
+    @contextmanager
+    def split_attention(self, context: ContextSplit | None) -> Iterator[None]:
+        """Swaps what each layer's attention calls, and puts it back."""
+        if context is None:
+            yield
+            return
+        known = self._known_attention(f"parallel.cp is {context.size}", "parallel.cp=1")
+        before = [attention._attention_call for attention, _ in known]
+        for attention, whole in known:
+            queries_per_key = attention.num_heads // attention.num_kv_heads
+            split = SplitAttention(whole, context, queries_per_key)
+            attention._attention_call = LayerAttention(split)
+        try:
+            yield
+        finally:
+            for (attention, _), call in zip(known, before, strict=True):
+                attention._attention_call = call
+
+    @property
+    def has_soft_cap(self) -> bool:
+        """Whether a layer caps its attention scores, which therefore must exist."""
+        attentions = (_attention_of(self._attention(layer)) for layer in self.layers)
+        return any(a is not None and a.soft_cap is not None for a in attentions)
+
+    def check_attention(self, why: str, instead: str) -> None:
+        """Refuse a layer that masks in a way that is not known."""
+        self._known_attention(why, instead)
+
+    def _known_attention(self, why: str, instead: str) -> list[tuple[Any, Attention]]:
+        """Each layer's attention module, and what it computes of whole windows."""
+        found = []
+        for layer in self.layers:
+            module = self._attention(layer)
+            attention = _attention_of(module)
+            if attention is None:
+                raise UserError(
+                    f"{why}, but how a {type(module).__name__} masks is not known: set {instead}"
+                )
+            found.append((module, attention))
+        return found
+
+    def divide_heads(self, tp: int) -> None:
+        """torchtune's attention counts its heads by these attributes."""
+        for layer in self.layers:
+            attention = self._attention(layer)
+            attention.num_heads //= tp
+            attention.num_kv_heads //= tp
+
+    @staticmethod
+    def _attention(layer: Any) -> Any:
+        return layer.attn
+
+
+def decoder_of(model: nn.Module) -> TorchtuneDecoder | None:
+    """The decoder inside a model, or None for a module of another kind, which gives logits."""
+    inner = unwrapped(model)
+    return TorchtuneDecoder(inner) if isinstance(inner, TransformerDecoder) else None
+
+
+@torch.compiler.disable
+def _unembed(hidden_BTD: torch.Tensor) -> torch.Tensor:
+    """One function for all forwards, so that a compiled model is not compiled again for each."""
+    return _at_head.get()(hidden_BTD)
+
+
+def _attention_of(module: Any) -> Attention | None:
+    call = getattr(module, "_attention_call", None)
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    if kind == "torchtune.modules.attention.MultiHeadAttention" and module.is_causal:
+        if isinstance(call, LayerAttention) and isinstance(call.attention, Attention):
+            return call.attention
+        if getattr(call, "__module__", None) == "torchtune.modules.attention_utils":
+            return Attention()  # torchtune's own, which is plain
+    return None
