@@ -6,18 +6,30 @@
 runs it, with the same configs.
 """
 
-# ppl_eval comes before torchtune: it keeps a notice of torchao's off the terminal
-from ppl_eval.evaluation import loop as evaluation, preflight
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
 from ppl_eval import boundary
-from ppl_eval.evaluation.teacher import teacher_dims
 from ppl_eval.config import EvalConfig, parse
 from ppl_eval.errors import LimitExceeded, UserError
+from ppl_eval.evaluation import loop as evaluation
+from ppl_eval.evaluation import preflight
+from ppl_eval.evaluation.load import load_readers
+from ppl_eval.evaluation.teacher import teacher_dims
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.prepare import num_ids
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.memory import peak_memory_gib
-from ppl_eval.evaluation.load import load_readers
 from ppl_eval.report import environment, tables
 from ppl_eval.report.fidelity_section import description, fidelity, with_texts
 from ppl_eval.report.metric_logger import MetricLogger
@@ -32,23 +44,10 @@ from ppl_eval.report.results import (
 )
 from ppl_eval.report.token_file import write_tokens
 
-import dataclasses
-import logging
-import os
-import sys
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
-import numpy as np
-import torch
-from omegaconf import OmegaConf
-from torchtune.recipe_interfaces import EvalRecipeInterface
-
 logger = logging.getLogger("ppl_eval")
 
 
-class PerplexityEvalRecipe(EvalRecipeInterface):
+class PerplexityEvalRecipe:
     """Perplexity of one model on one corpus, over dp_replicate x dp_shard x cp x tp processes.
 
     Everything that can be wrong without reading a weight is checked before any is read. Then every

@@ -1,14 +1,13 @@
 """ppl_eval: perplexity evaluation for torchtune models on any number of processes.
 
 ``ppl_eval.evaluate`` measures a model that is already built; ``ppl_eval.Perplexity`` is the metric
-alone. Both are loaded on first use: ``import ppl_eval`` imports neither torch nor torchtune.
+alone. Both are loaded on first use: ``import ppl_eval`` imports neither torch nor torchtune, and
+changes nothing of logging and warnings.
 """
 
 import importlib
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-from ppl_eval import compat
 
 if TYPE_CHECKING:
     from ppl_eval.data.documents import Document
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from ppl_eval.evaluation.api import evaluate
     from ppl_eval.evaluation.loop import Evaluation
     from ppl_eval.metrics.perplexity import Perplexity
-
-compat.quiet()
 
 __version__ = version("ppl_eval")
 

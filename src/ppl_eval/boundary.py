@@ -5,6 +5,9 @@ Only the first failure tells the user anything, so the ranks agree through the r
 which one that was; it alone writes to stderr. torchrun ends with a report of its own, on all ranks:
 each leaves its message in the file that torchrun reads. Every rank then exits with a code other
 than 0.
+
+Only programs import this module, and before torchtune: importing it silences a notice that torchao
+prints when it is imported.
 """
 
 import contextlib
@@ -19,13 +22,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ppl_eval import streams
+from ppl_eval import compat, streams
 from ppl_eval.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 logger = logging.getLogger("ppl_eval")
+compat.quiet()
 
 _WAIT_FOR_FIRST = timedelta(seconds=10)
 

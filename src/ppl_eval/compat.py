@@ -4,18 +4,18 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ppl_eval.components import describe
-from ppl_eval.errors import UserError
+from ppl_eval.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 def quiet() -> None:
-    """Keep notices off the terminal that say nothing to someone who evaluates a model.
+    """Silence notices of torchao and torch that do not matter to an evaluation.
 
-    Of torchao: that it skips its C++ extensions with a torch that it was not built for.
+    A program calls it before torchtune is imported.
     """
+    # on import: that torchao skips its C++ extensions with a torch that it was not built for
     logging.getLogger("torchao").setLevel(logging.ERROR)
     # torchtune's RMSNorm gives a float input and a bf16 scale to torch, which says that it then
     # takes the unfused kernel
@@ -48,7 +48,7 @@ def load_model_state(checkpointer: Any) -> dict[str, Any]:
     try:
         return checkpointer.load_checkpoint()["model"]
     except Exception as error:
-        raise UserError(f"the checkpoint cannot be loaded: {describe(error)}") from error
+        raise UserError(f"the checkpoint cannot be loaded: {one_line(error)}") from error
 
 
 def rebuild_rope(model: "nn.Module") -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ppl_eval import signature
-from ppl_eval.errors import UserError
+from ppl_eval.errors import UserError, one_line
 from ppl_eval.hints import of_torchtune
 
 
@@ -156,9 +156,9 @@ def build(node: Mapping[str, Any], key: str, **more: Any) -> Any:
         return component(**{**arguments, **more})
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # anyone's code may raise anything; its cause is kept
         with silent_destruction(error):
-            raise UserError(f"{key} ({node['_component_']}) fails: {describe(error)}") from error
+            raise UserError(f"{key} ({node['_component_']}) fails: {one_line(error)}") from error
 
 
 @contextmanager
@@ -188,12 +188,3 @@ def need(built: Any, key: str, *names: str) -> None:
     for name in names:
         if not hasattr(built, name):
             raise UserError(f"{key} ({type(built).__name__}) has no {name}")
-
-
-def describe(error: BaseException) -> str:
-    """An exception and its cause in one line of readable length."""
-    text = f"{type(error).__name__}: {error}"
-    if error.__cause__ is not None:
-        text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
-    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    return text if len(text) <= 400 else f"{text[:400]}..."

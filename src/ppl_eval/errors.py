@@ -1,5 +1,7 @@
 """What ends a run in one sentence."""
 
+import re
+
 
 class UserError(ValueError):
     """A mistake in the input, told in one sentence: the value found, the rule, and the fix.
@@ -16,3 +18,12 @@ class LimitExceeded(UserError):
     """A metric is above what ``fail_if`` allows. The results are written, and the run fails."""
 
     exit_code = 3
+
+
+def one_line(error: BaseException) -> str:
+    """An exception and its cause in one line of readable length, for a message of ours."""
+    text = f"{type(error).__name__}: {error}"
+    if error.__cause__ is not None:
+        text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
+    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -67,6 +67,18 @@ def test_a_copied_recipe_with_a_component_of_ones_own_on_two_processes(tmp_path)
     assert content["command"].startswith("tune run --nproc_per_node 2 my_recipe --config tiny")
 
 
+@pytest.mark.parametrize("how", [["-m", "ppl_eval"], ["my_recipe.py"]])
+def test_nothing_is_printed_for_torchao(tmp_path, how):
+    """Its notice comes when it is imported, which a copied recipe does in its first lines."""
+    shutil.copyfile(shipped.recipe_path(), tmp_path / "my_recipe.py")
+    args = ["--config", "tiny_ppl_eval", "max_documents=3", "log_level=WARNING"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *how, *args], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("num_processes", "override", "sentence"),
     [

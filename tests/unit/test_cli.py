@@ -97,6 +97,23 @@ def test_version(module):
     assert done.stdout == f"ppl_eval {ppl_eval_package.__version__}\n"
 
 
+def test_an_import_changes_nothing_of_logging_and_warnings():
+    """Only programs silence what other libraries say."""
+    code = """
+import logging, warnings
+def state():
+    names = {n: l.level for n, l in logging.root.manager.loggerDict.items() if hasattr(l, "level")}
+    return names, logging.root.level, logging.root.handlers[:], warnings.filters[:]
+before = state()
+import ppl_eval, ppl_eval.config
+assert state() == before
+ppl_eval.evaluate, ppl_eval.Perplexity, ppl_eval.Document
+assert logging.getLogger("torchao").level == logging.NOTSET
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_homes_are_expanded(ppl_eval, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ppl_eval("cp", "tiny_ppl_eval", "~/mine.yaml")[0] == 0

@@ -11,8 +11,7 @@ from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune
 from torchtune.models.phi3._convert_weights import phi3_hf_to_tune
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
-from ppl_eval.components import describe
-from ppl_eval.errors import UserError
+from ppl_eval.errors import UserError, one_line
 from ppl_eval.model.corrections import renamed
 
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -87,7 +86,7 @@ def convert_one(
     except (RuntimeError, ValueError) as error:  # q, k and fused tensors are cut up by head
         raise UserError(
             f"{name} is {tuple(tensor.shape)} in the {where}, which does not go with the heads and"
-            f" sizes in the checkpoint's config.json (are they of one model?): {describe(error)}"
+            f" sizes in the checkpoint's config.json (are they of one model?): {one_line(error)}"
         ) from error
     except Exception as error:
         if type(error) is not Exception:  # torchtune reports an unknown name by a bare one

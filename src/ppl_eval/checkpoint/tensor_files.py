@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ppl_eval.components import describe
-from ppl_eval.errors import UserError
+from ppl_eval.errors import UserError, one_line
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -119,7 +118,7 @@ class DistributedSource:
         try:
             entries = FileSystemReader(folder).read_metadata().state_dict_metadata
         except Exception as error:
-            raise UserError(f"{folder} is no distributed checkpoint: {describe(error)}") from error
+            raise UserError(f"{folder} is no distributed checkpoint: {one_line(error)}") from error
         self._prefix = "model." if any(name.startswith("model.") for name in entries) else ""
         self.stored = {
             name.removeprefix(self._prefix): _stored(
@@ -146,7 +145,7 @@ class DistributedSource:
         try:
             load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
         except (OSError, CheckpointException) as error:
-            raise UserError(f"{self._folder} cannot be read: {describe(error)}") from error
+            raise UserError(f"{self._folder} cannot be read: {one_line(error)}") from error
 
 
 def _contents(path: Path) -> list[tuple[str, Stored]]:
@@ -178,7 +177,7 @@ def _safe_open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as safetensors: {describe(error)}") from error
+        raise UserError(f"{path} cannot be read as safetensors: {one_line(error)}") from error
 
 
 def _torch_load(path: Path) -> dict[str, torch.Tensor]:
@@ -207,5 +206,5 @@ def _torch_load_whole(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = re.split(r"\. |\n", describe(error))[0]
+    reason = re.split(r"\. |\n", one_line(error))[0]
     return UserError(f"{path} cannot be loaded with weights_only=True: {reason}")

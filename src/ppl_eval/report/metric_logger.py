@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppl_eval import components
+from ppl_eval.errors import one_line
 
 logger = logging.getLogger("ppl_eval")
 
@@ -48,8 +49,7 @@ class MetricLogger:
             getattr(self._built, name)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  (anyone's code, and perhaps a network)
             self.problem = (
-                f"metric_logger ({type(self._built).__name__}) fails in {name}:"
-                f" {components.describe(error)}"
+                f"metric_logger ({type(self._built).__name__}) fails in {name}: {one_line(error)}"
             )
             logger.warning("warning: %s; the run goes on without it", self.problem)
             with components.silent_destruction(error):
