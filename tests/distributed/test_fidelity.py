@@ -79,10 +79,7 @@ def report_of(student, teacher, mesh, *overrides):
         *overrides,
         dataset=f"{__name__}.texts",
     )
-    documents = result.summary.documents
-    found = fidelity(
-        documents, documents.by_domain(), result.fidelity, result.by_context, rows=(509, 509)
-    )
+    found = fidelity(result.summary, result.fidelity, result.by_context, num_ids=(509, 509))
     totals = result.summary.total, result.teacher.total
     return found, *((total.num_scored, total.nll_nats_sum) for total in totals)
 

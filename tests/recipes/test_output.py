@@ -126,12 +126,13 @@ def test_what_does_not_fit_on_the_disk_is_named(tune):
 def test_a_file_that_fails_otherwise_leaves_everything_as_it_was(tmp_path):
     import numpy as np
 
-    from ppl_eval.report.results import DocumentTable, write_documents, write_results
+    from ppl_eval.metrics.summary import DocumentTable
+    from ppl_eval.report.results import write_documents, write_results
 
     publish(tmp_path, 1)
-    number, nan = np.asarray([1]), np.asarray([np.nan])
-    counts = [number] * 5
-    table = DocumentTable([(None, None)], *counts, nan, nan, *counts, {})
+    counts = dict.fromkeys(("scored_tokens", "bytes", "characters", "words"), np.asarray([1]))
+    sums = dict.fromkeys(("nll_nats", "nll_nats_squared"), np.asarray([np.nan]))
+    table = DocumentTable([(None, None)], counts, sums)
     for name, write in (
         ("results.json", lambda path: write_results(path, {"bad": float("nan")})),
         ("documents.jsonl", lambda path: write_documents(path, table)),

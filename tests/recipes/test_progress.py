@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppl_eval import cli, shipped
-from ppl_eval.report.tables import columns
+from ppl_eval.report.layout import columns
 
 TOKENISING = re.compile(r"tokenising \((\d+\.\d) %\), \d\d:\d\d left")
 SCORING = re.compile(

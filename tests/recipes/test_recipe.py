@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ppl_eval import shipped
 from ppl_eval.data import hf_tokenizer
-from ppl_eval.metrics.names import METRICS
+from ppl_eval.metrics.definitions import METRICS
 
 
 @pytest.fixture
@@ -110,7 +110,8 @@ def test_results_and_table(tune, held_out):
     iid_low, iid_high = content["intervals_95_token_iid"]["token_perplexity"]
     assert low < iid_low < iid_high < high
     flags = {"overflow", "few_words"}
-    assert set(METRICS) - {"hf_perplexity"} == set(metrics) - {"nll_nats_sum", *flags}
+    sums = {"nll_nats_sum", "nll_nats_per_token"}
+    assert {metric.key for metric in METRICS} == set(metrics) - sums - flags
     for section in ("loss_by_position", "loss_by_document_length"):
         assert sum(row["scored_tokens"] for row in content[section]) == num_tokens
         sums = [row["scored_tokens"] * row["nll_nats_per_token"] for row in content[section]]
@@ -481,6 +482,17 @@ def test_a_limit_on_domains_of_a_text_without_any(tune, domains):
     code, _, err = tune(domains, "fail_if.macro.bits_per_byte=3")
     assert code == 1
     assert "fail_if has macro.bits_per_byte, but the text has no domains" in err
+
+
+def test_documents_of_white_space_do_not_cost_the_results(tune, tmp_path):
+    """Words in one document alone: no interval by word, which was NaN and so no JSON."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "one two three"}\n{"text": "  \\n "}\n{"text": "\\n\\n  "}\n')
+    code, _, err = tune(f"dataset.data_files={texts}", "dataset.domain_column=null")
+    assert code == 0, err
+    found = results()["intervals_95"]
+    assert found["word_perplexity"] is None
+    assert found["token_perplexity"] is not None
 
 
 def test_no_metric_logger(tune):

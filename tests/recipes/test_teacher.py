@@ -362,7 +362,7 @@ REFUSED = {
     ),
     "a limit on what should be large": (
         [*PAIR, "fail_if.fidelity.top1_agreement=0.9"],
-        "fail_if has fidelity.top1_agreement, but it is one of fidelity.kl_teacher_student_nats",
+        "fail_if has fidelity.top1_agreement, but it is one of fidelity.perplexity_ratio",
     ),
     "other batches": (
         [*PAIR, "teacher_parallel.tp=2"],

@@ -258,6 +258,40 @@ def test_a_limit_that_two_processes_exceed(tmp_path):
     assert content["counts"]["documents"] == 9
 
 
+SLOW_REPORT = """
+    def report(self):
+        import time
+        from pathlib import Path
+        if self.is_first:
+            while not Path("rank_1_leaves").exists():
+                time.sleep(0.1)
+        else:
+            import atexit
+            atexit.register(Path("rank_1_leaves").touch)
+        self.report_at_last()
+
+    def report_at_last("""
+
+
+def test_no_rank_waits_while_rank_0_bootstraps_and_writes(tmp_path):
+    """Rank 0 reports when the other has gone, as with a bootstrap that outlasts its time-out."""
+    source = shipped.recipe_path().read_text()
+    slow = source.replace("\n    def report(", SLOW_REPORT)
+    assert slow != source
+    (tmp_path / "slow_recipe.py").write_text(slow)
+    done = tune_run(
+        *("slow_recipe", "--config", "tiny_ppl_eval", "max_documents=9"),
+        *("fail_if.metrics.token_perplexity=1.1", "process_group.timeout_s=60"),
+        cwd=tmp_path,
+        num_processes=2,
+    )
+    assert done.returncode != 0
+    assert "ppl_eval: error: fail_if: metrics.token_perplexity is " in done.stderr
+    assert "3" in re.findall(r"exitcode\s*: (-?\d+)", done.stderr)
+    content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
+    assert content["counts"]["documents"] == 9
+
+
 TUNE_RUN = f"'{TUNE}' run"
 TORCHRUN = f"'{sys.executable}' -m torch.distributed.run --standalone --nproc_per_node 2 -m"
 

@@ -150,7 +150,7 @@ mistakes = {
     "fail_if.domains.a.metrics.ppl=3": "it is one of domains.a.metrics.nll_nats_per_token",
     "fail_if.macro.hf_perplexity=3": "it is one of macro.token_perplexity",
     "fail_if.counts.documents=3": "fail_if has counts.documents, but it is metrics.NAME",
-    "fail_if.fidelity.by_domain.a.js_nats=3": "it is one of fidelity.kl_teacher_student_nats",
+    "fail_if.fidelity.by_domain.a.js_nats=3": "it is one of fidelity.perplexity_ratio",
 }
 
 

@@ -39,7 +39,8 @@ def test_a_bigram_table_gives_exactly_two():
     documents = [words([0, 1, 2, 0, 2, 3, 1]), words([3, 0]), words([1, 3, 0, 1, 2, 3, 0] * 20)]
     result = evaluate(BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=16)
     assert result.perplexity == pytest.approx(2.0, rel=1e-6)
-    assert result.summary.total.document_mean_perplexity == pytest.approx(2.0, rel=1e-6)
+    metrics = result.summary.total.metrics()
+    assert metrics["document_mean_perplexity"] == pytest.approx(2.0, rel=1e-6)
 
 
 def test_uniform_and_certain_models():
@@ -74,7 +75,7 @@ def test_122_predictions_of_seven_documents_without_bos(bytes_model):
             bytes_model, tokenizer, texts, max_seq_len=64, max_tokens_per_batch=budget
         )
         total = result.summary.total
-        assert (total.num_scored, total.no_context) == (122, 7)
+        assert (total.num_scored, total.counts["no_context"]) == (122, 7)
         nll.add(round(total.nll_nats_sum, 4))
     assert len(nll) == 1
 
@@ -131,17 +132,18 @@ def test_tokens_weigh_the_same_and_documents_do_in_their_own_mean():
         BigramTable(log_probs), WordTokenizer(), documents, max_seq_len=2048
     ).summary.total
     assert round(total.perplexity, 2) == 53.53
-    assert round(total.document_mean_perplexity, 2) == 20.09
+    assert round(total.metrics()["document_mean_perplexity"], 2) == 20.09
 
 
 def test_words_bytes_and_bits(bytes_model):
     texts = ["h\u00e9llo w\u00f6rld  again", "\u4e2d\u6587"]
     total = evaluate(bytes_model, ByteTokenizer(bos_id=None), texts, max_seq_len=64).summary.total
-    assert total.num_words == 4
-    assert total.num_bytes == len("".join(texts).encode())
-    assert total.num_scored == total.num_bytes - 2
-    assert total.word_perplexity == pytest.approx(math.exp(total.nll_nats_sum / 4))
-    assert total.bits_per_byte == pytest.approx(math.log2(total.byte_perplexity))
+    counts, metrics = total.counts, total.metrics()
+    assert counts["words"] == 4
+    assert counts["bytes"] == len("".join(texts).encode())
+    assert total.num_scored == counts["bytes"] - 2
+    assert metrics["word_perplexity"] == pytest.approx(math.exp(total.nll_nats_sum / 4))
+    assert metrics["bits_per_byte"] == pytest.approx(math.log2(metrics["byte_perplexity"]))
 
 
 def test_text_that_white_space_does_not_cut_into_words(bytes_model):
@@ -154,17 +156,17 @@ def test_text_that_white_space_does_not_cut_into_words(bytes_model):
         domains = evaluate(bytes_model, ByteTokenizer(), rows, max_seq_len=64).summary.domains
         flags = {name: part.metrics()["few_words"] for name, part in domains.items()}
         assert flags == {"a": few_words, "b": False}
-    assert result.summary.total.word_perplexity > 1
+    assert result.summary.total.metrics()["word_perplexity"] > 1
 
 
 def test_documents_that_cannot_be_scored_are_counted(bytes_model):
     """H1, G3: empty and one-token documents, first in the batch or not."""
     texts = ["", "a", "", "bc", "d"]
-    total = evaluate(bytes_model, ByteTokenizer(bos_id=None), texts, max_seq_len=8).summary.total
-    assert (total.num_documents, total.num_documents_scored, total.num_empty) == (5, 1, 2)
-    assert (total.num_scored, total.no_context, total.num_tokens) == (1, 4 - 1, 4)
-    with_bos = evaluate(bytes_model, ByteTokenizer(), texts, max_seq_len=8).summary.total
-    assert (with_bos.num_scored, with_bos.no_context, with_bos.num_empty) == (4, 0, 2)
+    names = ("documents", "documents_scored", "empty", "tokens", "scored_tokens", "no_context")
+    for bos_id, expected in ((None, (5, 1, 2, 4, 1, 4 - 1)), (1, (5, 3, 2, 4, 4, 0))):
+        tokenizer = ByteTokenizer(bos_id=bos_id)
+        counts = evaluate(bytes_model, tokenizer, texts, max_seq_len=8).summary.total.counts
+        assert tuple(counts[name] for name in names) == expected
 
 
 @pytest.mark.parametrize("texts", [[""], ["a"], ["a", "", "b"]])
@@ -202,7 +204,7 @@ def test_first_documents_only(bytes_model):
     first = evaluate(bytes_model, ByteTokenizer(), TEXTS, max_seq_len=32, max_documents=3)
     alone = evaluate(bytes_model, ByteTokenizer(), TEXTS[:3], max_seq_len=32)
     assert list(first.summary.documents.rows()) == list(alone.summary.documents.rows())
-    assert first.summary.total.num_documents == 3
+    assert first.summary.total.counts["documents"] == 3
 
 
 def test_domains_and_documents_add_up(bytes_model):
@@ -349,7 +351,8 @@ def test_two_tokenizers_are_compared_by_byte():
         for width in (1, 2)
     )
     assert two.nll_nats_sum == pytest.approx(one.nll_nats_sum, rel=1e-6)
-    assert two.bits_per_byte == pytest.approx(one.bits_per_byte, rel=1e-6) == pytest.approx(8)
+    bits = [total.metrics()["bits_per_byte"] for total in (one, two)]
+    assert bits == pytest.approx([8, 8], rel=1e-6)
     assert one.num_scored == 2 * two.num_scored
     assert one.perplexity == pytest.approx(256, rel=1e-5)
     assert two.perplexity == pytest.approx(256**2, rel=1e-5)
@@ -391,7 +394,7 @@ def test_a_bos_in_a_text_stays_where_the_protocol_gives_none(bytes_model):
     result = evaluate(
         bytes_model, MarkingTokenizer(), ["<s>hello there"], max_seq_len=32, add_bos=False
     )
-    assert (expected[0], result.summary.total.no_context) == (len(ids) - 1, 1)
+    assert (expected[0], result.summary.total.counts["no_context"]) == (len(ids) - 1, 1)
     assert result.summary.total.nll_nats_sum == pytest.approx(expected[1], rel=1e-6)
 
 

@@ -8,8 +8,21 @@ import pytest
 from scipy import stats
 
 from ppl_eval.metrics import intervals
+from ppl_eval.metrics.definitions import METRICS
+from ppl_eval.metrics.summary import DocumentTable, Summary
 
 REPEATS = 2000
+
+
+def summary(nll, tokens, units=0):
+    """Documents of so many words, bytes and characters each."""
+    scored = tokens > 0
+    counts = {"scored_tokens": tokens, "documents_scored": scored.astype(int)}
+    counts |= dict.fromkeys(("words", "bytes", "characters"), np.broadcast_to(units, len(nll)))
+    counts |= dict.fromkeys(("context_only", "truncated"), np.zeros(len(nll), dtype=int))
+    sums = {"nll_nats": nll, "mean_nll_nats": nll / np.maximum(tokens, 1)}
+    table = DocumentTable([(None, None)] * len(nll), counts, sums)
+    return Summary(table.totals(), {}, table, [])
 
 
 def corpus(random, documents):
@@ -37,9 +50,7 @@ def test_coverage(truth, documents):
     per_token = document_mean = independent = 0
     for _ in range(REPEATS):
         tokens, nll, squares = corpus(random, documents)
-        columns = {"nll": nll, "tokens": tokens}
-        columns |= dict.fromkeys(("words", "bytes", "characters"), np.zeros(documents, dtype=int))
-        found = intervals.of_metrics(columns, intervals.clustered)
+        found = intervals.of_statistics(METRICS, summary(nll, tokens), intervals.clustered)
         low, high = found["token_perplexity"]
         per_token += low <= math.exp(truth[0]) <= high
         low, high = found["document_mean_perplexity"]
@@ -91,6 +102,64 @@ def test_the_bootstrap_is_seeded_and_near_the_clustered_one():
     assert intervals.bootstrapped(columns, statistic, resamples=0, seed=1) is None
 
 
+def multinomial_bootstrap(by_document, resamples, seed):
+    """Percentile interval of a ratio, each resample drawn in one piece."""
+    random = np.random.default_rng(seed)
+    documents = len(by_document)
+    drawn = random.integers(documents, size=(resamples, documents))
+    sums = by_document[drawn].sum(axis=1)
+    return np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
+
+
+@pytest.mark.parametrize("block", [7, 64])
+def test_resamples_in_blocks_are_distributed_as_those_drawn_in_one_piece(monkeypatch, block):
+    """Means, variances and the covariance between two blocks of 20,000 resamples of 150 documents;
+    and the interval is that of the plain bootstrap."""
+    monkeypatch.setattr(intervals, "_BLOCK", block)
+    tokens, nll, _ = corpus(np.random.default_rng(5), 150)
+    columns = np.stack([nll, tokens], axis=1)
+    found = intervals.bootstrapped(columns, intervals.ratio(0, 1), resamples=20_000, seed=1)
+    plain = multinomial_bootstrap(columns, 20_000, seed=2)
+    width = plain[1] - plain[0]
+    assert found == pytest.approx(plain, abs=0.03 * width)
+
+    # how often the first and the last document are drawn, and how many are drawn in all
+    marks = np.zeros((150, 3))
+    marks[0, 0] = marks[-1, 1] = 1
+    marks[:, 2] = 1
+    seen = []
+    intervals.bootstrapped(marks, lambda sums: seen.append(sums) or sums, resamples=20_000, seed=3)
+    first, last, drawn = seen[0].T
+    assert set(drawn) == {150}
+    p = 1 / 150
+    for times in (first, last):
+        assert times.mean() == pytest.approx(1, abs=4 / math.sqrt(20_000))
+        assert times.var() == pytest.approx(150 * p * (1 - p), rel=0.05)
+    error = 1 / math.sqrt(20_000)
+    assert np.cov(first, last)[0, 1] == pytest.approx(-150 * p * p, abs=4 * error)
+
+
+def test_all_metrics_are_bootstrapped_from_the_same_draws():
+    """Where a word is a token and a byte is half a token, their intervals say the same."""
+    tokens, nll, _ = corpus(np.random.default_rng(6), 60)
+    documents = summary(nll, tokens, 2 * tokens)
+    bootstrap = functools.partial(intervals.bootstrapped, resamples=300, seed=1)
+    found = intervals.of_statistics(METRICS, documents, bootstrap)
+    by_token, by_byte = (found[f"{unit}_perplexity"] for unit in ("token", "byte"))
+    assert by_token == pytest.approx(np.square(by_byte), rel=1e-12)
+    assert found["bits_per_byte"] == pytest.approx(np.log2(by_byte), rel=1e-12)
+
+
+def test_words_in_one_document_alone_have_no_interval():
+    """Without that document there is no loss by word; NaN is no JSON."""
+    tokens, words = np.asarray([5, 3, 4]), np.asarray([3, 0, 0])
+    found = intervals.of_statistics(
+        METRICS, summary(2.0 * tokens + [1, 2, 4], tokens, words), intervals.clustered
+    )
+    assert found["word_perplexity"] is None
+    assert found["token_perplexity"] is not None
+
+
 def test_llama_cpp_s_standard_error():
     nll = np.asarray([1.0, 2.5, 0.5, 3.0, 2.0])
     low, high = intervals.token_iid(5, nll.sum(), np.square(nll).sum())
@@ -104,11 +173,11 @@ def test_two_documents_are_too_few():
     """No interval of one or two documents, nor of three of which one has no scored token."""
     bootstrap = functools.partial(intervals.bootstrapped, resamples=100, seed=1)
     for tokens in ([3], [3, 4], [3, 0, 4], [3, 5, 4]):
-        rows = {"nll": 2.0 * np.asarray(tokens) + np.arange(len(tokens))}
-        rows |= dict.fromkeys(("tokens", "words", "bytes", "characters"), np.asarray(tokens))
-        found = set(map(bool, intervals.of_metrics(rows, intervals.clustered).values()))
-        assert found == {np.count_nonzero(tokens) == 3}
-        assert set(intervals.of_metrics(rows, bootstrap).values()) == {None}
+        nll = 2.0 * np.asarray(tokens) + np.arange(len(tokens))
+        documents = summary(nll, np.asarray(tokens), np.asarray(tokens))
+        found = intervals.of_statistics(METRICS, documents, intervals.clustered)
+        assert set(map(bool, found.values())) == {np.count_nonzero(tokens) == 3}
+        assert set(intervals.of_statistics(METRICS, documents, bootstrap).values()) == {None}
 
 
 @pytest.mark.parametrize("documents", [3, 5, 10])
@@ -138,14 +207,12 @@ def test_coverage_of_the_bootstrap(truth):
 
 def test_too_little_to_say():
     assert intervals.token_iid(1, 2.0, 4.0) is None
-    huge = {"nll": np.asarray([2000.0, 3000.0, 2500.0]), "tokens": np.asarray([1, 1, 1])}
-    huge |= {name: np.zeros(3, dtype=int) for name in ("words", "bytes", "characters")}
-    assert intervals.of_metrics(huge, intervals.clustered)["token_perplexity"] is None
+    huge = summary(np.asarray([2000.0, 3000.0, 2500.0]), np.asarray([1, 1, 1]))
+    assert intervals.of_statistics(METRICS, huge, intervals.clustered)["token_perplexity"] is None
 
 
 def test_no_interval_reaches_below_a_loss_of_zero():
-    three = {"nll": np.asarray([1.0, 90.0, 1.0])}
-    three |= dict.fromkeys(("tokens", "words", "bytes", "characters"), np.asarray([10, 10, 10]))
-    found = intervals.of_metrics(three, intervals.clustered)
+    three = summary(np.asarray([1.0, 90.0, 1.0]), np.asarray([10, 10, 10]), 10)
+    found = intervals.of_statistics(METRICS, three, intervals.clustered)
     assert found["token_perplexity"][0] == 1
     assert found["bits_per_byte"][0] == 0

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ppl_eval.commands.compare import fidelity_table
 from ppl_eval.plural import counted
-from ppl_eval.report.tables import columns, number, result_rows, result_table, shortened
+from ppl_eval.report.layout import columns, number, shortened
+from ppl_eval.report.tables import result_rows, result_table
 
 METRICS = (
     "token_perplexity",

@@ -9,27 +9,11 @@ from typing import Any
 import numpy as np
 
 from ppl_eval.errors import UserError
+from ppl_eval.metrics.definitions import FIDELITY
 from ppl_eval.metrics.intervals import paired_log_ratio
-from ppl_eval.report.tables import (
-    align,
-    kept,
-    number,
-    result_rows,
-    result_table,
-    teacher_rows,
-    too_few,
-    wrapped,
-)
-
-FIDELITY_COLUMNS = (
-    ("ppl\nratio", "perplexity_ratio"),
-    ("KL(t||s)\nnats", "kl_teacher_student_nats"),
-    ("KL(s||t)\nnats", "kl_student_teacher_nats"),
-    ("JS\nnats", "js_nats"),
-    ("\ntop-1", "top1_agreement"),
-    ("\ntop-5", "top5_agreement"),
-)
-"""Heading, key of ``fidelity``."""
+from ppl_eval.report.layout import align, kept, number, wrapped
+from ppl_eval.report.tables import result_rows, result_table, teacher_rows
+from ppl_eval.report.terminal import too_few
 
 
 def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
@@ -111,14 +95,15 @@ def fidelity_table(
     contents: Sequence[dict[str, Any]], names: Sequence[str], *, with_domains: bool = False
 ) -> str:
     """A row for each run beside a teacher: how far it is from it; and for each of its domains."""
-    rows = [["beside its teacher", *(heading for heading, _ in FIDELITY_COLUMNS)]]
+    columns = {each.key: each.heading for each in FIDELITY if each.heading}
+    rows = [["beside its teacher", *columns.values()]]
     for content, name in zip(contents, names, strict=True):
         if "fidelity" not in content:
             continue
         domains = content["fidelity"]["by_domain"] if with_domains else {}
         for title, part in ((name, content["fidelity"]), *domains.items()):
             indent = "" if part is content["fidelity"] else "  "
-            values = (part.get(key) for _, key in FIDELITY_COLUMNS)
+            values = (part.get(key) for key in columns)
             cells = ("-" if value is None else number(value) for value in values)
             rows.append([indent + title, *cells])
     return align(rows)

@@ -26,7 +26,7 @@ from ppl_eval.parallel.process_group import DTYPES, device_type
 from ppl_eval.parallel.products import CAST_ROWS
 from ppl_eval.parallel.tensor import check_heads, split_axes
 from ppl_eval.plural import counted
-from ppl_eval.report.tables import align
+from ppl_eval.report.layout import align
 from ppl_eval.score.head import CHUNK_ELEMENTS
 
 MIB = 2**20

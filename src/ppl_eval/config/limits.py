@@ -1,12 +1,23 @@
-"""``fail_if``: the metrics that a run bounds, checked before the run."""
+"""``fail_if``: the metrics that a run bounds, checked before the run and held after it."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ppl_eval.errors import UserError
-from ppl_eval.metrics.names import LIMITED_FIDELITY, MACRO, METRICS
+from ppl_eval.metrics.definitions import FIDELITY, MACRO, METRICS, WHOLE_TEXT
 from ppl_eval.plural import counted
+
+_METRICS = ("nll_nats_per_token", *(metric.key for metric in METRICS), "hf_perplexity")
+_NAMES = {
+    "metrics": _METRICS,
+    "fidelity": tuple(each.key for each in FIDELITY if each.less_is_better),
+    "macro": tuple(metric.key for metric in MACRO),
+    "teacher.metrics": _METRICS,
+}
+"""Section of results.json -> its names that can be bounded."""
+
+_NEED_WHOLE_TEXT = {metric.key for metric in METRICS if metric.unit in WHOLE_TEXT}
 
 
 def check_limits(limits: Mapping[str, Any], protocol: str) -> None:
@@ -36,10 +47,9 @@ def check_domains(keys: Iterable[str], domains: Collection[str]) -> None:
         UserError: naming those that there are.
     """
     for key in keys:
-        section, _, _ = key.rpartition(".")
-        name = section.removeprefix("domains.").removesuffix(".metrics")
-        if (key.startswith("domains.") and name not in domains) or (
-            key.startswith("macro.") and not domains
+        path, _ = _split(key)
+        if (path[0] == "domains" and path[1] not in domains) or (
+            path[0] == "macro" and not domains
         ):
             there = f"the domains {', '.join(sorted(domains))}" if domains else "no domains"
             raise UserError(f"fail_if has {key}, but the text has {there}")
@@ -57,7 +67,7 @@ def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
         UserError: naming the key, and what can be limited instead.
     """
     for key in keys if num_left_out else ():
-        if key.rpartition(".")[2].startswith(("word_", "byte_", "bits_")):
+        if _split(key)[1] in _NEED_WHOLE_TEXT:
             raise UserError(
                 f"fail_if has {key}, but protocol.name={protocol} leaves out"
                 f" {counted(num_left_out, 'token')} of this text, so that no loss by word, byte or"
@@ -65,12 +75,43 @@ def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
             )
 
 
+def over_limits(content: Mapping[str, Any], limits: Mapping[str, float]) -> str | None:
+    """What of ``fail_if`` a results.json exceeds, in one sentence; None if nothing.
+
+    A metric that is null (not finite, or without tokens) exceeds every limit.
+
+    Args:
+        content: of the results.json.
+        limits: of ``fail_if``, checked before the run.
+    """
+    problems = []
+    for key, limit in limits.items():
+        path, name = _split(key)
+        value: Any = content
+        for part in (*path, name):
+            value = value[part]
+        if value is None:
+            problems.append(f"{key} is null, which no limit allows")
+        elif value > limit:
+            problems.append(f"{key} is {value:.6g}, above {limit:g}")
+    return f"fail_if: {'; '.join(problems)}" if problems else None
+
+
+def _split(key: str) -> tuple[tuple[str, ...], str]:
+    """``domains.a.b.metrics.NAME`` is NAME of the metrics of the domain ``a.b``."""
+    section, _, name = key.rpartition(".")
+    if section.startswith("domains.") and section.endswith(".metrics"):
+        domain = section.removeprefix("domains.").removesuffix(".metrics")
+        return ("domains", domain, "metrics"), name
+    return tuple(section.split(".")), name
+
+
 def _check_name(key: str, protocol: str) -> None:
     section, _, name = key.rpartition(".")
-    known = {"metrics": METRICS, "fidelity": LIMITED_FIDELITY, "macro": MACRO}
-    known["teacher.metrics"] = METRICS
-    if section.startswith("domains.") and section.endswith(".metrics"):
-        known[section] = tuple(each for each in METRICS if each != "hf_perplexity")
+    known = dict(_NAMES)
+    path, _ = _split(key)
+    if path[0] == "domains" and path[-1] == "metrics":
+        known[section] = tuple(each for each in _METRICS if each != "hf_perplexity")
     if name == "hf_perplexity" and name in known.get(section, ()) and protocol != "hf_stride":
         raise UserError(f"fail_if has {key}, but only protocol.name=hf_stride has it")
     if name in known.get(section, ()):

@@ -14,11 +14,11 @@ from ppl_eval.metrics.fidelity import PROFILED, SUMS, Fidelity
 from ppl_eval.metrics.ledger import NLL, Ledger
 from ppl_eval.metrics.perplexity import Perplexity
 from ppl_eval.metrics.profiles import Profile, context_profile, loss_by_position
+from ppl_eval.metrics.summary import Summary, summarise
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.stored import StoredWeights, stored_weights
 from ppl_eval.parallel.groups import Groups
 from ppl_eval.parallel.tensor import check_groups
-from ppl_eval.report.results import Summary, summarise
 from ppl_eval.score.reader import Reader, evaluating
 from ppl_eval.score.scoring import Scorer
 

@@ -1,6 +1,6 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,8 @@ from ppl_eval.model.prepare import Layout, PreparedModel, num_ids, prepare_model
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.plural import counted
-from ppl_eval.report import tables
 from ppl_eval.report.progress import TokenisingProgress
+from ppl_eval.report.terminal import padding, protocol_line
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     *,
     num_ranks: int = 1,
+    on_encode: Callable[[int, int], None] | None = None,
 ) -> Preflight:
     """Check everything that can be checked without reading a weight.
 
@@ -69,6 +70,7 @@ def prepare(
         dtype: of the model's parameters.
         group: ranks that share the work of tokenising, or None for this process alone.
         num_ranks: data-parallel ranks that will share the batches.
+        on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
 
     Raises:
         UserError: whatever is wrong with checkpoint, model section, tokenizer, text or protocol.
@@ -116,11 +118,7 @@ def prepare(
         max_documents=cfg.max_documents,
         vocab_size=min(map(num_ids, models)),
         group=group,
-        on_encode=(
-            TokenisingProgress(cfg.log_every_s)
-            if group is None or dist.get_rank(group) == 0
-            else None
-        ),
+        on_encode=on_encode,
     )
     domains = {domain for _, domain in labels(workload.corpus.documents) if domain is not None}
     check_domains(cfg.fail_if, domains)
@@ -222,7 +220,9 @@ def describe(args: Sequence[str], num_processes: int) -> str:
     }
     dims = ParallelDims(**degrees, world_size=num_processes)
     dtype = process_group.DTYPES[cfg.dtype]
-    ready = prepare(cfg, dtype, num_ranks=dims.batch_size)
+    ready = prepare(
+        cfg, dtype, num_ranks=dims.batch_size, on_encode=TokenisingProgress(cfg.log_every_s)
+    )
     workload, plan = ready.workload, ready.workload.plan
     corpus, windows = workload.corpus, workload.windows
     lines = {
@@ -237,12 +237,12 @@ def describe(args: Sequence[str], num_processes: int) -> str:
         "text": f"{counted(len(corpus.documents), 'document')},"
         f" {counted(corpus.num_tokens.sum(), 'token')},"
         f" {counted(corpus.num_words.sum(), 'word')}, {counted(corpus.num_bytes.sum(), 'byte')}",
-        "protocol": tables.describe_protocol(workload.protocol.describe()),
+        "protocol": protocol_line(workload.protocol.describe()),
         "scored": f"{counted(windows.num_scored.sum(), 'token')}{_less_masked(workload)};"
         f" {windows.no_context.sum():,} without context, {windows.context_only.sum():,} as context"
         f" only, {windows.truncated.sum():,} truncated",
         "windows": f"{len(windows):,} in {counted(len(plan.batches), 'batch')} of at most"
-        f" {counted(plan.num_positions.max(), 'position')}, {tables.padding(workload):.1%} padding",
+        f" {counted(plan.num_positions.max(), 'position')}, {padding(workload):.1%} padding",
         "mesh": f"{dims}, {counted(num_processes, 'process')}:"
         f" {counted(plan.num_steps(dims.batch_size), 'step')}",
     }

@@ -1,11 +1,11 @@
 """Perplexity as a metric that can be updated, merged and synchronised."""
 
-import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
+from ppl_eval.metrics.definitions import mean, perplexity
 from ppl_eval.parallel.reduce import reduce_
 from ppl_eval.score.nll import token_nll
 
@@ -107,12 +107,11 @@ class Perplexity:
 
     def mean_nll(self) -> float:
         """Mean NLL of a token in nats; nan before any token."""
-        count = int(self.num_tokens)
-        return float(self.nll_nats_sum) / count if count else math.nan
+        return mean(float(self.nll_nats_sum), int(self.num_tokens))
 
     def compute(self) -> float:
         """The perplexity: inf above float64's range (a mean NLL of 709), nan before any token."""
-        return exp_or_inf(self.mean_nll())
+        return perplexity(float(self.nll_nats_sum), int(self.num_tokens))
 
     def reset(self) -> "Perplexity":
         """Forget everything."""
@@ -137,11 +136,3 @@ class Perplexity:
         """Take the sums of :meth:`state_dict`."""
         self.nll_nats_sum.copy_(state["nll_nats_sum"])
         self.num_tokens.copy_(state["num_tokens"])
-
-
-def exp_or_inf(value: float) -> float:
-    """exp, inf instead of an OverflowError."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

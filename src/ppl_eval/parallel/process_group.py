@@ -135,9 +135,3 @@ def stop() -> None:
     """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def wait_for_all() -> None:
-    """Return when every rank has called it."""
-    if dist.is_initialized():
-        dist.barrier()

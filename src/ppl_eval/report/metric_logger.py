@@ -38,6 +38,18 @@ class MetricLogger:
         """Log the config (OmegaConf's)."""
         self._call("log_config", config)
 
+    def log_results(self, content: Mapping[str, Any], step: int) -> None:
+        """Log every number of the ``metrics`` and the ``fidelity`` of a results.json.
+
+        Args:
+            content: of the results.json.
+            step: the run's last.
+        """
+        numbers = dict(content["metrics"])
+        numbers |= {f"fidelity/{k}": value for k, value in content.get("fidelity", {}).items()}
+        payload = {name: value for name, value in numbers.items() if isinstance(value, float)}
+        self.log_dict(payload, step=step)
+
     def close(self) -> None:
         """Nothing is logged after this."""
         self._call("close")

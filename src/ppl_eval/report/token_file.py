@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from ppl_eval.evaluation.workload import Workload
 
 _DOCUMENTS_AT_A_TIME = 256
 
 
-def write_tokens(path: Path, workload: Any, records: Mapping[str, np.ndarray]) -> None:
+def write_tokens(path: Path, workload: Workload, records: Mapping[str, np.ndarray]) -> None:
     """Write ``tokens.parquet`` to ``path``.
 
     A row for each token of each document, what the protocol adds to be scored included: document
@@ -18,8 +19,8 @@ def write_tokens(path: Path, workload: Any, records: Mapping[str, np.ndarray]) -
     teacher teacher_nll_nats and kl_teacher_student_nats.
 
     Args:
-        path: of the file.
-        workload: of :mod:`ppl_eval.evaluation.loop`.
+        path: where the file goes.
+        workload: what was scored.
         records: ``document`` and ``position`` of each scored token (int64 [scored]), in order, and
             what is known of it, by name.
     """
