@@ -1,7 +1,10 @@
-"""Run a function on several ranks: forks of a server that has imported what tests need."""
+"""Run a function or a script on several ranks: forks of a server that imports what they need."""
 
 import multiprocessing
 import os
+import runpy
+import socket
+import sys
 import tempfile
 import traceback
 from datetime import timedelta
@@ -9,6 +12,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,6 +26,7 @@ _FORK.set_forkserver_preload(
         *("torch.distributed.checkpoint.state_dict_saver", "torch.profiler"),
         *("datasets", "pytest", "scipy.stats", "torchtune.training", "transformers"),
         *("ppl_eval.evaluation.loop", "ppl_eval.commands.plan", "helpers", "meshes"),
+        *("ppl_eval.boundary", "ppl_eval.report.output", "torch.distributed.rendezvous"),
     ]
 )
 _SPAWN = multiprocessing.get_context("spawn")
@@ -45,10 +50,7 @@ def run_on_ranks(world_size, function, *args, device="cpu", timeout_s=120):
         pytest.skip.Exception: this machine has fewer GPUs than ranks.
     """
     require(device, world_size)
-    context = _SPAWN if device == "cuda" else _FORK
-    tests = str(Path(__file__).parent)
-    with mock.patch.dict(os.environ, {"PYTHONPATH": _with(tests)}):
-        forkserver.ensure_running()
+    context = _SPAWN if device == "cuda" else _start_server()
     processes, readers = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -68,6 +70,57 @@ def run_on_ranks(world_size, function, *args, device="cpu", timeout_s=120):
                 process.kill()
 
 
+class Ended(NamedTuple):
+    """A process that has ended: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_script(num_processes, script, *args, cwd, timeout_s=240, **env):
+    """Run a script as ``__main__`` on several processes, which torchrun's variables number.
+
+    For what no launcher is needed to see: a fork starts in a hundredth of the CPU time.
+
+    Args:
+        num_processes: 1 runs it without those variables.
+        script: path of the script.
+        args: of its command line.
+        cwd: folder in which it runs.
+        timeout_s: seconds until the processes are ended.
+        env: variables; ``{rank}`` in a value is the process's rank.
+
+    Returns:
+        An :class:`Ended` for each rank, in order.
+    """
+    context = _start_server()
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    env |= {"OMP_NUM_THREADS": "1"}
+    if num_processes > 1:
+        env |= {"WORLD_SIZE": str(num_processes), "RANK": "{rank}", "LOCAL_RANK": "{rank}"}
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with tempfile.TemporaryDirectory() as folder:
+        processes, end = [], monotonic() + timeout_s
+        try:
+            for rank in range(num_processes):
+                own = {key: value.format(rank=rank) for key, value in env.items()}
+                files = [Path(folder) / f"{stream}{rank}" for stream in ("out", "err")]
+                place = files, own, str(cwd)
+                process = context.Process(target=_script, args=(*place, str(script), args))
+                process.start()
+                processes.append((process, files))
+            for process, _ in processes:
+                process.join(max(0, end - monotonic()))
+                assert process.exitcode is not None, f"no end within {timeout_s} s"
+            return [Ended(p.exitcode, *(f.read_text() for f in files)) for p, files in processes]
+        finally:
+            for process, _ in processes:
+                process.kill()
+
+
 def require(device, world_size=1):
     """Skip the test that runs where ``device`` has too few GPUs for ``world_size`` ranks."""
     if device == "cuda" and torch.cuda.device_count() < world_size:
@@ -81,10 +134,21 @@ def rank_device():
     return torch.device("cpu")
 
 
-def _with(folder):
-    """PYTHONPATH with ``folder`` in it, for the server's imports."""
-    before = os.environ.get("PYTHONPATH")
-    return f"{folder}{os.pathsep}{before}" if before else folder
+def _start_server():
+    """The context whose server runs; it finds the modules of this folder."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
+        forkserver.ensure_running()
+    return _FORK
+
+
+def _script(files, env, cwd, script, args):
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.update(env)
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")
 
 
 def _answers(readers, timeout_s):

@@ -2,52 +2,34 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from ranks import run_script
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
-def launch(num_processes, body, tmp_path):
-    """Run ``main`` of a script on several processes, without a launcher: (exit codes, stderr)."""
+def run(num_processes, body, tmp_path):
+    """Run ``main`` of a script on several processes: (exit codes, stderr of each)."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, time\n"
         "from ppl_eval.errors import UserError\n"
         "from ppl_eval.boundary import guarded, set_log_level\n"
-        "rank = int(os.environ['RANK'])\n"
+        "rank = int(os.environ.get('RANK', '0'))\n"
         f"def main():\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
         "guarded(main)\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    env = {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={
-                **os.environ,
-                **env,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error_{rank}.json"),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_processes)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    return [process.returncode for process in processes], errors
+    errors = str(tmp_path / "error_{rank}.json")
+    ended = run_script(num_processes, script, cwd=tmp_path, TORCHELASTIC_ERROR_FILE=errors)
+    return [process.code for process in ended], [process.err for process in ended]
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_a_mistake_that_all_ranks_see_is_shown_once(tmp_path, num_processes):
-    codes, errors = launch(num_processes, "raise UserError('x is 3, but it is 4')", tmp_path)
+    codes, errors = run(num_processes, "raise UserError('x is 3, but it is 4')", tmp_path)
     assert codes == [1] * num_processes
     assert sorted(errors)[-1] == "ppl_eval: error: x is 3, but it is 4\n"
     assert sorted(errors)[:-1] == [""] * (num_processes - 1)
@@ -61,7 +43,7 @@ def test_a_mistake_of_one_rank_ends_those_that_wait_for_it(tmp_path):
             raise UserError("only here")
         dist.all_reduce(torch.ones(1))
         """
-    codes, errors = launch(2, body, tmp_path)
+    codes, errors = run(2, body, tmp_path)
     assert codes == [1, 1]
     assert errors == ["", "ppl_eval: error: only here\n"]
 
@@ -74,7 +56,7 @@ def test_a_defect_shows_the_traceback_of_the_rank_that_failed_first(tmp_path):
             raise KeyError("a defect")
         dist.all_reduce(torch.ones(1))
         """
-    codes, errors = launch(2, body, tmp_path)
+    codes, errors = run(2, body, tmp_path)
     assert codes == [1, 1]
     assert errors[0] == ""
     assert errors[1].startswith("ppl_eval: unexpected error on rank 1\nTraceback")
@@ -82,7 +64,7 @@ def test_a_defect_shows_the_traceback_of_the_rank_that_failed_first(tmp_path):
 
 
 def test_debug_shows_every_traceback(tmp_path):
-    codes, errors = launch(2, "set_log_level('DEBUG')\nraise UserError('seen')", tmp_path)
+    codes, errors = run(2, "set_log_level('DEBUG')\nraise UserError('seen')", tmp_path)
     assert codes == [1, 1]
     for error in errors:
         assert error.count("Traceback") == 1
@@ -91,7 +73,7 @@ def test_debug_shows_every_traceback(tmp_path):
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_an_interrupt_is_one_line(tmp_path, num_processes):
-    codes, errors = launch(num_processes, "raise KeyboardInterrupt", tmp_path)
+    codes, errors = run(num_processes, "raise KeyboardInterrupt", tmp_path)
     assert codes == [130] * num_processes
     assert "".join(errors) == "ppl_eval: interrupted\n"
 
@@ -113,7 +95,7 @@ def test_a_world_without_a_launcher(tmp_path):
 
 
 def test_without_an_error_nothing_is_said(tmp_path):
-    assert launch(2, "pass", tmp_path) == ([0, 0], ["", ""])
+    assert run(2, "pass", tmp_path) == ([0, 0], ["", ""])
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -125,7 +107,7 @@ def test_torchruns_report_names_the_first_error_as_the_cause(tmp_path, failing):
         time.sleep(2)
         raise KeyError("afterwards")
         """
-    codes, _ = launch(3, body, tmp_path)
+    codes, _ = run(3, body, tmp_path)
     failures = {}
     for rank, code in enumerate(codes):
         file = tmp_path / f"error_{rank}.json"
