@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import traceback
@@ -95,13 +94,12 @@ def run_script(num_processes, script, *args, cwd, timeout_s=240, **env):
         An :class:`Ended` for each rank, in order.
     """
     context = _start_server()
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     env |= {"OMP_NUM_THREADS": "1"}
-    if num_processes > 1:
+    if num_processes > 1:  # the store outlives the ranks, as torchrun's does
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         env |= {"WORLD_SIZE": str(num_processes), "RANK": "{rank}", "LOCAL_RANK": "{rank}"}
-        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with tempfile.TemporaryDirectory() as folder:
         processes, end = [], monotonic() + timeout_s
         try:

@@ -1,4 +1,5 @@
-"""Real `tune run` processes: what a user types, sees and gets."""
+"""What a user types, sees and gets on several processes: by `tune run` where the launcher matters,
+and by forks of the recipe where it does not."""
 
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_script
 
 from ppl_eval import shipped
 
@@ -26,6 +28,12 @@ def tune_run(*args, cwd, num_processes, **env):
         encoding="utf-8",
         timeout=300,
     )
+
+
+def run_recipe_on(num_processes, *args, cwd, recipe=None):
+    """What each process of a run of the recipe ended with, without a launcher."""
+    script = recipe or shipped.recipe_path()
+    return run_script(num_processes, script, "--config", "tiny_ppl_eval", *args, cwd=cwd)
 
 
 def by_our_processes(stderr):
@@ -79,14 +87,32 @@ def test_nothing_is_printed_for_torchao(tmp_path, how):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_mistake_is_shown_once_and_ends_the_launchers_report(tmp_path):
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text\n')
+    args = ("ppl_eval", "--config", "tiny_ppl_eval", "dataset.data_files=broken.jsonl")
+    done = tune_run(*args, cwd=tmp_path, num_processes=2)
+    assert done.returncode != 0
+    ours = by_our_processes(done.stderr)
+    assert len(ours.splitlines()) == 1
+    assert ours.startswith("ppl_eval: error: ")
+    assert "broken.jsonl, line 3 is not JSON" in ours
+    assert "Traceback" not in ours
+    assert "Exception ignored" not in done.stderr
+    cause = done.stderr.split("Root Cause (first observed failure):")[1]
+    assert f"traceback : {ours}" in cause  # torchrun ends with it
+    exits = re.findall(r"exitcode\s*: (-?\d+)", done.stderr)
+    assert exits
+    assert all(code != "0" for code in exits)
+    assert not list(tmp_path.rglob("results.json"))
+
+
 @pytest.mark.parametrize(
     ("num_processes", "override", "sentence"),
     [
         (2, "protocol.max_seqlen=9", "unknown config key protocol.max_seqlen; did you mean"),
-        (2, "dataset.data_files=broken.jsonl", "broken.jsonl, line 3 is not JSON"),
         (
             2,
-            "metric_logger.log_dir=broken.jsonl/logs",
+            "metric_logger.log_dir=a_file/logs",
             "metric_logger (torchtune.training.metric_logging.DiskLogger) fails: NotADirectory",
         ),
         (
@@ -98,23 +124,14 @@ def test_nothing_is_printed_for_torchao(tmp_path, how):
     ],
 )
 def test_a_mistake_is_shown_once_by_all_processes(tmp_path, num_processes, override, sentence):
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text\n')
-    done = tune_run(
-        "ppl_eval", "--config", "tiny_ppl_eval", override, cwd=tmp_path, num_processes=num_processes
-    )
-    assert done.returncode != 0
-    ours = by_our_processes(done.stderr)
-    assert len(ours.splitlines()) == 1
-    assert ours.startswith("ppl_eval: error: ")
-    assert sentence in ours
-    assert "Traceback" not in ours
-    assert "Exception ignored" not in done.stderr
-    assert not re.search("gloo|connection|nccl", ours, re.IGNORECASE)
-    cause = done.stderr.split("Root Cause (first observed failure):")[1]
-    assert f"traceback : {ours}" in cause  # torchrun ends with it
-    exits = re.findall(r"exitcode\s*: (-?\d+)", done.stderr)
-    assert exits
-    assert all(code != "0" for code in exits)
+    (tmp_path / "a_file").touch()
+    ended = run_recipe_on(num_processes, override, cwd=tmp_path)
+    assert [process.code for process in ended] == [1] * num_processes
+    (said,) = [process.err for process in ended if process.err]
+    assert said.startswith("ppl_eval: error: ")
+    assert said.count("\n") == 1
+    assert sentence in said
+    assert not re.search("gloo|connection|nccl", said, re.IGNORECASE)
     assert not list(tmp_path.rglob("results.json"))
 
 
@@ -132,12 +149,12 @@ def test_one_rank_that_breaks_shows_one_traceback(tmp_path):
     )
     assert broken.count("break_on_rank_one") == 2
     (tmp_path / "broken_recipe.py").write_text(broken)
-    done = tune_run("broken_recipe", "--config", "tiny_ppl_eval", cwd=tmp_path, num_processes=2)
-    assert done.returncode != 0
-    ours = by_our_processes(done.stderr)
-    assert ours.count("Traceback (most recent call last)") == 1
-    assert "unexpected error on rank 1" in ours
-    assert "RuntimeError: a defect of rank one" in ours
+    ended = run_recipe_on(2, cwd=tmp_path, recipe=tmp_path / "broken_recipe.py")
+    assert [process.code for process in ended] == [1, 1]
+    assert "Traceback" not in ended[0].err
+    assert ended[1].err.count("Traceback (most recent call last)") == 1
+    assert ended[1].err.startswith("ppl_eval: unexpected error on rank 1")
+    assert "RuntimeError: a defect of rank one" in ended[1].err
     assert not list(tmp_path.rglob("results.json"))
 
 
@@ -202,13 +219,9 @@ def test_a_recipe_of_torchtune_takes_our_tokenizer_and_we_measure_what_it_wrote(
     written = tmp_path / "tuned" / "epoch_0"
     losses = []
     for folder in (student, written):
-        done = tune_run(
-            *("ppl_eval", "--config", "tiny_ppl_eval", "dataset.data_files=mine.jsonl"),
-            f"checkpointer.checkpoint_dir={folder}",
-            cwd=tmp_path,
-            num_processes=1,
-        )
-        assert done.returncode == 0, done.stderr
+        options = ("dataset.data_files=mine.jsonl", f"checkpointer.checkpoint_dir={folder}")
+        (ended,) = run_recipe_on(1, *options, cwd=tmp_path)
+        assert ended.code == 0, ended.err
         content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
         losses.append(content["metrics"]["nll_nats_per_token"])
     assert losses[1] < losses[0]
@@ -225,12 +238,8 @@ def test_records_of_tokens_from_every_mesh(tmp_path):
         ("cp_tp", 4, ["parallel.cp=2", "parallel.tp=2"]),
     ):
         options = ("max_documents=12", "save_tokens=true", f"output_dir={name}", *mesh)
-        done = tune_run(
-            *("ppl_eval", "--config", "tiny_ppl_eval", *options),
-            cwd=tmp_path,
-            num_processes=processes,
-        )
-        assert done.returncode == 0, done.stderr
+        ended = run_recipe_on(processes, *options, cwd=tmp_path)
+        assert [process.code for process in ended] == [0] * processes, ended
         tables.append(pq.read_table(tmp_path / name / "tokens.parquet"))
     assert tables[1].equals(tables[0])
     for column in ("document", "position", "token_id", "scored"):
@@ -240,20 +249,14 @@ def test_records_of_tokens_from_every_mesh(tmp_path):
 
 
 def test_a_limit_that_two_processes_exceed(tmp_path):
-    """The results are whole, the sentence comes once, and no process ends well."""
+    """The results are whole, the sentence comes once, and rank 0 does not end well."""
     limit = "fail_if.metrics.token_perplexity=1.1"
-    done = tune_run(
-        *("ppl_eval", "--config", "tiny_ppl_eval", "max_documents=9", limit),
-        cwd=tmp_path,
-        num_processes=2,
-    )
-    assert done.returncode != 0
-    ours = by_our_processes(done.stderr)
-    assert ours.count("ppl_eval: error: fail_if: metrics.token_perplexity is ") == 1
-    assert "Traceback" not in ours
-    exits = set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr))
-    assert exits <= {"3", "-15"}
-    assert "3" in exits
+    ended = run_recipe_on(2, "max_documents=9", limit, cwd=tmp_path)
+    said = "".join(process.err for process in ended)
+    assert said.count("ppl_eval: error: fail_if: metrics.token_perplexity is ") == 1
+    assert "Traceback" not in said
+    assert ended[0].code == 3
+    assert ended[1].code in (0, 3)  # it may have left before the limit is looked at
     content = json.loads((tmp_path / "out/tiny_ppl_eval/results.json").read_text())
     assert content["counts"]["documents"] == 9
 
