@@ -12,9 +12,8 @@ from ppl_eval import UserError
 from ppl_eval.checkpoint import names as convert
 from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, read_model_config
 from ppl_eval.config.command_line import load as load_config
-from ppl_eval.model import build, corrections
+from ppl_eval.model import build, corrections, torchtune_decoder
 from ppl_eval.model import from_folder as auto
-from ppl_eval.score import head
 
 MISTRAL = "mistral (window of 7)"
 GEMMA2 = "gemma2 (caps 2 and 4, window of 11)"
@@ -37,7 +36,7 @@ def test_a_family_equals_transformers(name, tmp_path):
         ("phi3 (window of 13)", corrections, "_windows", lambda config, n: [None] * n),
         ("qwen2 (window of 9 from layer 1 on)", corrections, "_windows", lambda c, n: [9] * n),
         (LLAMA3_1, corrections, "_set_rope_scaling", lambda model, config: None),
-        (GEMMA2, head, "soft_capped", lambda logits, soft_cap: logits),
+        (GEMMA2, torchtune_decoder, "soft_capped", lambda logits, soft_cap: logits),
         (GEMMA2, convert, "renamed", lambda name, kind: name.replace("norm.rms_norm.", "norm.")),
     ],
 )

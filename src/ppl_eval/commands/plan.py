@@ -76,7 +76,7 @@ class Sizes:
             hidden=mlp.w1.weight.shape[0],
             vocabulary=model.tok_embeddings.weight.shape[0],
             item=model.tok_embeddings.weight.element_size(),
-            has_soft_cap=TorchtuneDecoder(model).has_soft_cap,
+            has_soft_cap=any(a and a.soft_cap for a in TorchtuneDecoder(model).attentions),
         )
 
 

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torchtune.modules import MultiHeadAttention
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, differs, read_model_config
 from ppl_eval.checkpoint.names import layout_of
 from ppl_eval.errors import UserError
+from ppl_eval.model.attention import Attention
+from ppl_eval.model.torchtune_decoder import CappedHead, TorchtuneDecoder
 
 _CONVERSIONS = {
     "qwen2": {"QWEN2"},
@@ -24,7 +25,7 @@ _CONVERSIONS = {
 
 
 def check_against_config(
-    model: nn.Module, checkpointer: Mapping[str, Any], config: ModelConfig
+    model: TransformerDecoder, checkpointer: Mapping[str, Any], config: ModelConfig
 ) -> None:
     """Compare the model with config.json.
 
@@ -69,14 +70,14 @@ def read_config_beside(checkpointer: Mapping[str, Any]) -> ModelConfig:
     return read_model_config(path) if path.is_file() else NOTHING
 
 
-def _pairs(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+def _pairs(model: TransformerDecoder, config: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
     """(key, value in config.json, value in the model), where both say something."""
     modules = list(model.modules())
     attention = next((m for m in modules if isinstance(m, MultiHeadAttention)), None)
     norm = next((m for m in modules if isinstance(getattr(m, "eps", None), float)), None)
     rope = getattr(attention, "pos_embeddings", None)
-    call = getattr(attention, "_attention_call", None)
-    scale = getattr(call, "scale", None)
+    attends = next(iter(TorchtuneDecoder(model).attentions), None) or Attention()
+    scale = attends.scale
     built = {
         "num_hidden_layers": len(getattr(model, "layers", ())) or None,
         "num_attention_heads": getattr(attention, "num_heads", None),
@@ -90,7 +91,8 @@ def _pairs(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Any, An
             yield key, config.values[key], value
     if rope is not None and hasattr(rope, "base") and "rope_theta" in config.rope:
         yield "rope_theta", config.rope["rope_theta"], rope.base
-    caps = {"attn_logit_softcapping": call, "final_logit_softcapping": getattr(model, "output", 0)}
-    for key, owner in caps.items():
+    output_cap = model.output.soft_cap if isinstance(model.output, CappedHead) else None
+    caps = {"attn_logit_softcapping": attends.soft_cap, "final_logit_softcapping": output_cap}
+    for key, soft_cap in caps.items():
         if key in config.values:  # where null means none
-            yield key, config.values[key], getattr(owner, "soft_cap", None)
+            yield key, config.values[key], soft_cap

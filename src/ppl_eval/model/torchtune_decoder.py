@@ -170,10 +170,9 @@ class TorchtuneDecoder:
                 attention._attention_call = call
 
     @property
-    def has_soft_cap(self) -> bool:
-        """Whether a layer caps its attention scores, which therefore must exist."""
-        attentions = (_attention_of(self._attention(layer)) for layer in self.layers)
-        return any(a is not None and a.soft_cap is not None for a in attentions)
+    def attentions(self) -> list[Attention | None]:
+        """What each layer's attention computes of whole windows; None where it is not known."""
+        return [_attention_of(self._attention(layer)) for layer in self.layers]
 
     def check_attention(self, why: str, instead: str) -> None:
         """Refuse a layer that masks in a way that is not known."""
@@ -182,9 +181,8 @@ class TorchtuneDecoder:
     def _known_attention(self, why: str, instead: str) -> list[tuple[Any, Attention]]:
         """Each layer's attention module, and what it computes of whole windows."""
         found = []
-        for layer in self.layers:
+        for layer, attention in zip(self.layers, self.attentions, strict=True):
             module = self._attention(layer)
-            attention = _attention_of(module)
             if attention is None:
                 raise UserError(
                     f"{why}, but how a {type(module).__name__} masks is not known: set {instead}"
