@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ppl_eval import UserError
 from ppl_eval.data import hf_tokenizer
-from ppl_eval.data.tokenizer import fingerprint, text_encoder, wants_bos
+from ppl_eval.data.tokenizer import fingerprint_of, text_encoder, wants_bos
 from ppl_eval.shipped import embedded_path
 
 
@@ -122,8 +122,8 @@ def test_bad_folders_are_named(tmp_path, folder):
 
 def test_fingerprints_tell_tokenizers_apart(folder):
     plain, with_bos = hf_tokenizer(folder(FULL)), hf_tokenizer(folder(FULL, adds_bos=True))
-    assert fingerprint(plain) != fingerprint(with_bos)
-    assert fingerprint(with_bos) == fingerprint(hf_tokenizer(folder(FULL, adds_bos=True)))
+    assert fingerprint_of(plain) != fingerprint_of(with_bos)
+    assert fingerprint_of(with_bos) == fingerprint_of(hf_tokenizer(folder(FULL, adds_bos=True)))
 
 
 def test_torchtune_datasets_accept_it(folder, tmp_path):

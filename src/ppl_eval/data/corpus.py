@@ -1,6 +1,5 @@
 """text_corpus: a Hugging Face data set or local files as documents, one row each."""
 
-import glob
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval import components
-from ppl_eval.data import files as file_names
+from ppl_eval.data import files
 from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
-from ppl_eval.data.files import LOADERS, Files
+from ppl_eval.data.files import Files
 from ppl_eval.data.formats import UNITS, Wanted
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted, some
@@ -64,7 +63,7 @@ def text_corpus(
         revision=revision,
     )
     with _quiet_datasets():
-        local = _local(source, data_files, name, revision)
+        local = files.find(source, data_files, name, revision)
         if unit is not None and not (isinstance(local, Files) and local.loader == "text"):
             rows = local.name if isinstance(local, Files) else local or source
             raise UserError(
@@ -107,7 +106,7 @@ def check_files(node: Mapping[str, Any]) -> None:
     texts = {"column": "text", **given}
     _check_arguments(texts.pop("unit", None), texts.pop("data_files", None), **texts)
     if "://" not in f"{given.get('source')} {given.get('data_files')}":
-        _local(*(given.get(name) for name in ("source", "data_files", "name", "revision")))
+        files.find(*(given.get(name) for name in ("source", "data_files", "name", "revision")))
 
 
 def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
@@ -146,8 +145,10 @@ def named_corpora(corpora: Mapping[str, Mapping[str, Any]], tokenizer: Any = Non
 def _check_arguments(unit: Any, data_files: Any, **texts: Any) -> None:
     if unit is not None and unit not in UNITS:
         raise UserError(f"dataset.unit is {unit!r}, but it is line, paragraph, file or null")
-    files = data_files if isinstance(data_files, Sequence) or data_files is None else [data_files]
-    if not all(isinstance(file, str) and file for file in files or []):
+    each = [data_files] if data_files is None or isinstance(data_files, str) else data_files
+    if data_files is not None and not (
+        isinstance(each, Sequence) and all(isinstance(file, str) and file for file in each)
+    ):
         raise UserError(
             f"dataset.data_files is {data_files!r}, but it is a file or a list of files"
         )
@@ -158,60 +159,6 @@ def _check_arguments(unit: Any, data_files: Any, **texts: Any) -> None:
         if not (may_be or (isinstance(value, str) and value)):
             kind = kinds.get(key, "a name or null")
             raise UserError(f"dataset.{key} is {value!r}, but it is {kind}")
-
-
-def _local(
-    source: str | None, data_files: str | Sequence[str] | None, name: str | None, revision: Any
-) -> Files | Path | None:
-    """Files, a folder that save_to_disk wrote, or None for a data set of a hub."""
-    source = source and os.path.expanduser(source)
-    patterns = [data_files] if isinstance(data_files, str) else data_files or []
-    patterns = [os.path.expanduser(pattern) for pattern in patterns]
-    loader = None if source is None else LOADERS.get(source)
-    if source is not None and loader is None:
-        if patterns:
-            raise UserError(
-                f"dataset.source is {source!r} and data_files is {data_files!r}, but with"
-                f" data_files it is a loader ({', '.join(dict.fromkeys(LOADERS.values()))}) or"
-                " null: the suffix decides"
-            )
-        if not _is_local(source):
-            return None
-        patterns, key = [source], "source"
-    elif not patterns:
-        which = "no source" if source is None else f"source {source!r}, which is a loader's name,"
-        raise UserError(f"dataset has {which} and no data_files: set dataset.data_files=FILE")
-    else:
-        key = "data_files"
-    folder = Path(patterns[0])
-    for argument, value in (("name", name), ("revision", revision)):
-        if value is not None:
-            raise UserError(
-                f"dataset.{argument} is {value!r}, but that is for data sets of a hub, and"
-                f" {patterns[0]} is read here: remove it"
-            )
-    if len(patterns) == 1 and folder.is_dir():
-        is_saved = file_names.is_saved(folder)
-        return folder if is_saved else file_names.of_folder(folder, loader)
-    paths = [path for pattern in patterns for path in file_names.expand(pattern, key)]
-    names = paths
-    if any("://" in path for path in paths):
-        from ppl_eval.data import hub
-
-        names, paths = hub.download(paths)
-    return file_names.named(names, paths, loader)
-
-
-def _is_local(source: str) -> bool:
-    """Whether a source can be nothing but a path, or is one."""
-    if "://" in source:
-        return file_names.suffix_is_known(source)
-    return (
-        os.path.lexists(source)
-        or source.startswith((".", "/"))
-        or file_names.suffix_is_known(source)
-        or glob.has_magic(source)
-    )
 
 
 def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from ppl_eval.data.columns import as_text, is_text
+from ppl_eval.data.columns import as_text
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted
 
@@ -71,9 +71,7 @@ class Corpus(Sequence[Document]):
         """(id, domain) of every row, without reading the texts."""
         names = [name for name in (self._id, self._domain) if name is not None]
         rows = self._table.select_columns(list(dict.fromkeys(names)))[:] if names else None
-        ids = self._texts(rows, self._id, range(len(self)))
-        domains = self._texts(rows, self._domain, range(len(self)))
-        return list(zip(ids, domains, strict=True))
+        return list(zip(*self._texts(rows, range(len(self)), self._id, self._domain), strict=True))
 
     @overload
     def __getitem__(self, index: int) -> Document: ...
@@ -83,35 +81,20 @@ class Corpus(Sequence[Document]):
         if isinstance(index, int):
             number = range(len(self))[index]
             return self[number : number + 1][0]
-        numbers = range(len(self))[index]
-        rows = self._table[index]
-        self._check(rows, numbers)
-        columns = [self._texts(rows, c, numbers) for c in (self._column, self._id, self._domain)]
+        names = self._column, self._id, self._domain
+        columns = self._texts(self._table[index], range(len(self))[index], *names)
         return [Document(str(text), *labels) for text, *labels in zip(*columns, strict=True)]
 
-    def _texts(self, rows: Any, column: str | None, numbers: range) -> list[str | None]:
-        if column is None:
-            return [None] * len(numbers)
-        try:
-            return as_text(rows[column]).to_pylist()
-        except UnicodeDecodeError as error:  # Arrow does not check what its strings hold
-            raise UserError(
-                f"{self._origin}, rows {numbers[0]} to {numbers[-1]}: column {column!r} holds bytes"
-                f" that are not UTF-8: {error.reason}"
-            ) from error
-
-    def _check(self, rows: Any, numbers: range) -> None:
-        """Every row has a text."""
-        column = rows[self._column]
-        if is_text(column.type) and not column.null_count:
-            return
-        for number, value in zip(numbers, column, strict=True):
-            if not value.is_valid or not is_text(value.type):
-                found = "null" if not value.is_valid else f"{value.type} {value.as_py()!r:.60}"
-                raise UserError(
-                    f"{self._origin}, row {number} (the first is 0): column {self._column!r} holds"
-                    f" {found}, but every row needs a text: mend or drop the row"
-                )
+    def _texts(self, rows: Any, numbers: range, *columns: str | None) -> list[list[str | None]]:
+        """Values of each column; None for each row where there is no such column."""
+        return [
+            [None] * len(numbers)
+            if name is None
+            else as_text(
+                rows[name], name, self._origin, numbers, is_needed=name == self._column
+            ).to_pylist()
+            for name in columns
+        ]
 
 
 class NamedCorpora(Sequence[Document]):

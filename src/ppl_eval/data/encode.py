@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ppl_eval import fingerprint
 from ppl_eval.data.documents import Document, come_as_tokens
+from ppl_eval.data.protocol import Protocol, Rule
 from ppl_eval.data.tokenizer import TextTokenizer, text_encoder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.failure import SharedFailure
@@ -180,24 +181,20 @@ class EncodedCorpus:
 def encode_corpus(
     documents: Sequence[Document],
     tokenizer: TextTokenizer,
+    protocol: Protocol,
     *,
     vocab_size: int | None = None,
-    added: tuple[int | None, int | None] = (None, None),
-    count_words: Callable[[str], int] = lambda text: len(text.split()),
-    joined: bool = False,
     group: dist.ProcessGroup | None = None,
     on_encode: Callable[[int, int], None] | None = None,
 ) -> EncodedCorpus:
     """Tokenise this rank's share and add up the counts over ``group``.
 
     Args:
-        documents: the same on every rank.
+        documents: the same on every rank; joined, if the protocol joins them. Streams that were
+            joined, and documents that are fewer than the ranks, are tokenised by every rank.
         tokenizer: the same on every rank.
+        protocol: says which special tokens are its own, and how words are counted.
         vocab_size: rows of the model's embedding; an id outside is an error.
-        added: (BOS, EOS) that the protocol puts around a text; see :class:`Encoder`.
-        count_words: number of words in a text.
-        joined: whether each document is a stream of texts, of which every rank reads a part. Then,
-            and where there are fewer documents than ranks, every rank tokenises them all.
         group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
             counts everything.
         on_encode: called on this rank with the documents of its share that are done, and all of
@@ -216,20 +213,20 @@ def encode_corpus(
             f"the ranks see corpora of {int(least[0])} to {int(most[0])} documents:"
             " do all nodes read the same files?"
         )
-    encoder = Encoder(tokenizer, vocab_size, added)
+    encoder = Encoder(tokenizer, vocab_size, protocol.added)
     counts = np.zeros((6, len(documents)), dtype=np.int64)
     ids: OrderedDict[int, np.ndarray] = OrderedDict()
-    is_shared = len(documents) >= size > 1 and not joined
+    is_shared = len(documents) >= size > 1 and protocol.separator is None
     failure = SharedFailure()
     with failure:
         runs = _share(len(documents), *((rank, size) if is_shared else (0, 1)))
         for numbers in runs:
             chosen = documents[numbers.start : numbers.stop]
-            contents = [_bytes(document, n) for n, document in zip(numbers, chosen, strict=True)]
+            contents = [_content(document, n) for n, document in zip(numbers, chosen, strict=True)]
             encoded = encoder.ids(chosen, numbers)
-            for n, document, content, found in zip(numbers, chosen, contents, encoded, strict=True):
-                counts[:, n] = _counts(document, content, found, tokenizer, count_words)
-                ids[n] = found
+            ids.update(zip(numbers, encoded, strict=True))
+            for n, document, content in zip(numbers, chosen, contents, strict=True):
+                counts[:, n] = _counts(document, content, ids[n], tokenizer, protocol.rule)
             if on_encode is not None:
                 on_encode(len(ids), sum(map(len, runs)))
     if failure.error is not None:
@@ -276,7 +273,7 @@ def _counts(
     content: bytes,
     ids: np.ndarray,
     tokenizer: TextTokenizer,
-    count_words: Callable[[str], int],
+    rule: Rule,
 ) -> tuple[int, ...]:
     """Tokens, bytes, characters, words and lost bytes of a document, and a hash of its content."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
@@ -284,7 +281,7 @@ def _counts(
     if document.tokens is not None:
         return len(ids), 0, 0, 0, 0, key
     lost = getattr(tokenizer, "lost_bytes", lambda text: 0)(document.text)
-    return len(ids), len(content), len(document.text), count_words(document.text), lost, key
+    return len(ids), len(content), len(document.text), rule.count_words(document.text), lost, key
 
 
 def _extremes(values: np.ndarray, group: dist.ProcessGroup | None) -> tuple[np.ndarray, np.ndarray]:
@@ -310,17 +307,13 @@ def check_ids(ids: Iterable[int | None], vocab_size: int, where: str) -> None:
             )
 
 
-def _bytes(document: Document, number: int) -> bytes:
+def _content(document: Document, number: int) -> bytes:
     """What identifies a document: its text in UTF-8, or its tokens and which of them count."""
-    if document.tokens is None:
-        return _utf8(document.text, number)
-    counts = b"" if document.counts is None else document.counts.tobytes()
-    return document.tokens.tobytes() + counts
-
-
-def _utf8(text: str, number: int) -> bytes:
+    if document.tokens is not None:
+        counts = b"" if document.counts is None else document.counts.tobytes()
+        return document.tokens.tobytes() + counts
     try:
-        return text.encode("utf-8")
+        return document.text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
             f"document {number} holds half a surrogate pair at character {error.start}, which is no"

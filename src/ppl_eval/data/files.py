@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Files:
 
     Attributes:
         name: as errors call them together.
-        loader: of each of them.
+        loader: what each of them is.
         splits: name of a split -> its files, in the order in which they are read.
         left_out: files of the folder that are in no split.
     """
@@ -75,88 +75,108 @@ class Files:
     left_out: tuple[str, ...] = ()
 
 
-def is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of the datasets library wrote the folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+def find(
+    source: str | None, data_files: str | Sequence[str] | None, name: str | None, revision: Any
+) -> Files | Path | None:
+    """The files that a data set's arguments name; see :func:`ppl_eval.data.text_corpus` for these.
 
+    Addresses among ``data_files`` are fetched.
 
-def expand(pattern: str, key: str) -> list[str]:
-    """The files that a path or a pattern names; an address stays as it is.
-
-    Args:
-        pattern: what the user wrote.
-        key: of ``dataset``, for errors.
+    Returns:
+        Files; a folder that ``save_to_disk`` of the datasets library wrote; or None for a data set
+        of a hub.
 
     Raises:
-        UserError: there is none, or what there is is no file.
+        UserError: there is no such file, or what there is cannot be read; arguments that contradict
+            each other.
     """
+    source = source and os.path.expanduser(source)
+    patterns = [data_files] if isinstance(data_files, str) else data_files or []
+    patterns = [os.path.expanduser(pattern) for pattern in patterns]
+    loader = None if source is None else LOADERS.get(source)
+    key = "data_files"
+    if source is not None and loader is None:
+        if patterns:
+            raise UserError(
+                f"dataset.source is {source!r} and data_files is {data_files!r}, but with"
+                f" data_files it is a loader ({', '.join(dict.fromkeys(LOADERS.values()))}) or"
+                " null: the suffix decides"
+            )
+        if not _is_local(source):
+            return None
+        patterns, key = [source], "source"
+    elif not patterns:
+        which = "no source" if source is None else f"source {source!r}, which is a loader's name,"
+        raise UserError(f"dataset has {which} and no data_files: set dataset.data_files=FILE")
+    for argument, value in (("name", name), ("revision", revision)):
+        if value is not None:
+            raise UserError(
+                f"dataset.{argument} is {value!r}, but that is for data sets of a hub, and"
+                f" {patterns[0]} is read here: remove it"
+            )
+    folder = Path(patterns[0])
+    if len(patterns) == 1 and folder.is_dir():
+        is_saved = any((folder / f).is_file() for f in ("dataset_dict.json", "state.json"))
+        return folder if is_saved else _of_folder(folder, loader)
+    names = paths = [path for pattern in patterns for path in _expand(pattern, key)]
+    if any("://" in path for path in paths):
+        from ppl_eval.data import hub
+
+        names, paths = hub.download(paths)
+    repeated = [name for number, name in enumerate(names) if name in names[:number]]
+    if repeated:
+        raise UserError(f"dataset.data_files names {repeated[0]} twice: name each file once")
+    kind = loader or _loader_of(names)
+    # the datasets library calls the split of single files so
+    return _files(some(names, 3), kind, {"train": list(zip(names, paths, strict=True))})
+
+
+def _is_local(source: str) -> bool:
+    """Whether a source can be nothing but a path, or is one."""
+    has_suffix = _suffixes(source)[0] in SUFFIXES
+    if has_suffix or "://" in source:
+        return has_suffix
+    return os.path.lexists(source) or source.startswith((".", "/")) or glob.has_magic(source)
+
+
+def _expand(pattern: str, key: str) -> list[str]:
+    """The files that a path or a pattern names; an address stays as it is."""
     if "://" in pattern:
         return [pattern]
-    if os.path.lexists(pattern):
-        check_file(pattern, f"dataset.{key}")
-        return [pattern]
-    found = sorted(name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
+    found = [pattern]
+    if not os.path.lexists(pattern):
+        matches = sorted(glob.glob(pattern, recursive=True))
+        found = [name for name in matches if not os.path.isdir(name)]
     if not found:
         what = "file" if key == "data_files" else "file or folder"
         raise UserError(f"dataset.{key} is {pattern!r}, but there is no such {what}")
     for name in found:
-        check_file(name, f"dataset.{key}")
+        _check_file(name, key)
     return found
 
 
-def check_file(path: str, key: str) -> None:
-    """Refuse what is no file that every rank can read from its beginning.
-
-    Raises:
-        UserError: a link to nothing, a folder, or a pipe.
-    """
+def _check_file(path: str, key: str) -> None:
+    """Refuse what is no file that every rank can read from its beginning."""
     if os.path.isfile(path):
         return
     if os.path.islink(path) and not os.path.exists(path):
         raise UserError(
-            f"{key}: {path} is a link to {os.readlink(path)}, but there is no such file: was it"
-            " moved, or a download cut off?"
+            f"dataset.{key}: {path} is a link to {os.readlink(path)}, but there is no such file:"
+            " was it moved, or a download cut off?"
         )
     if os.path.isdir(path):
         raise UserError(
-            f"{key} has {path!r} among other files, but that is a folder: name its files, as in"
-            f" {path.rstrip('/')}/*.jsonl"
+            f"dataset.{key} has {path!r} among other files, but that is a folder: name its files,"
+            f" as in {path.rstrip('/')}/*.jsonl"
         )
     raise UserError(
-        f"{key}: {path} is no regular file (a pipe or a device?), and every rank reads the text"
-        " from its beginning: write it to a file first"
+        f"dataset.{key}: {path} is no regular file (a pipe or a device?), and every rank reads the"
+        " text from its beginning: write it to a file first"
     )
 
 
-def named(names: Sequence[str], paths: Sequence[str], loader: str | None) -> Files:
-    """Files that are given one by one; their split is ``train``, as the datasets library has it.
-
-    Args:
-        names: as the user knows them.
-        paths: where they lie, in the same order.
-        loader: what they are; None: their suffixes decide.
-
-    Raises:
-        UserError: the suffixes are unknown or of several kinds; a file stands there twice.
-    """
-    repeated = [name for number, name in enumerate(names) if name in names[:number]]
-    if repeated:
-        raise UserError(f"dataset.data_files names {repeated[0]} twice: name each file once")
-    loader = loader or _loader_of(names)
-    files = tuple(File(n, Path(p), loader) for n, p in zip(names, paths, strict=True))
-    return Files(some(names, 3), loader, {"train": files})
-
-
-def of_folder(folder: Path, loader: str | None = None) -> Files:
-    """The files of a folder and its subfolders, whose names tell their splits.
-
-    Args:
-        folder: where they lie.
-        loader: what they are; None: their suffixes decide.
-
-    Raises:
-        UserError: there are none, or of several kinds; or a README.md tells the splits.
-    """
+def _of_folder(folder: Path, loader: str | None) -> Files:
+    """The files of a folder and its subfolders, whose names tell their splits."""
     card = folder / "README.md"
     text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
     header = re.match(r"\ufeff?---\s*\n.*?^---", text, re.DOTALL | re.MULTILINE)
@@ -169,7 +189,7 @@ def of_folder(folder: Path, loader: str | None = None) -> Files:
     known = [
         path
         for path in map(Path, sorted(found))
-        if suffix_is_known(path.name) and not path.is_dir()
+        if _suffixes(path.name)[0] in SUFFIXES and not path.is_dir()
         # such as __MACOSX, which the datasets library leaves out, too
         if not any(part.startswith("__") for part in path.relative_to(folder).parts[:-1])
     ]
@@ -180,16 +200,13 @@ def of_folder(folder: Path, loader: str | None = None) -> Files:
             " arrow"
         )
     for path in known:
-        check_file(str(path), "dataset.source")
+        _check_file(str(path), "source")
     splits = _by_names(folder, known)
-    chosen = {path for found in splits.values() for path in found}
+    chosen = {path for paths in splits.values() for path in paths}
+    left_out = tuple(str(path) for path in known if path not in chosen)
     kind = loader or _loader_of([str(path) for path in sorted(chosen)])
-    return Files(
-        str(folder),
-        kind,
-        {split: tuple(File(str(p), p, kind) for p in found) for split, found in splits.items()},
-        tuple(str(path) for path in known if path not in chosen),
-    )
+    named = {split: [(str(path), path) for path in paths] for split, paths in splits.items()}
+    return _files(str(folder), kind, named, left_out)
 
 
 def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
@@ -212,6 +229,17 @@ def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
     return {split: paths for split, paths in splits.items() if paths} or {"train": [*known]}
 
 
+def _files(
+    name: str,
+    loader: str,
+    splits: Mapping[str, Sequence[tuple[str, str | Path]]],
+    left_out: tuple[str, ...] = (),
+) -> Files:
+    """Files from split -> (name, path) of each."""
+    files = {s: tuple(File(n, Path(p), loader) for n, p in found) for s, found in splits.items()}
+    return Files(name, loader, files, left_out)
+
+
 def _suffixes(name: str) -> tuple[str, str]:
     """(suffix, compression) in lower case."""
     path = Path(name.split("?")[0] if "://" in name else name)
@@ -220,12 +248,8 @@ def _suffixes(name: str) -> tuple[str, str]:
     return path.suffix.lower(), ""
 
 
-def suffix_is_known(name: str) -> bool:
-    """Whether a name ends as a file that can be read does."""
-    return _suffixes(name)[0] in SUFFIXES
-
-
-def _loader_of(names: Iterable[str]) -> str:
+def _loader_of(names: Sequence[str]) -> str:
+    """What files are by their suffixes, which are of one kind."""
     examples: dict[str | None, str] = {}
     for name in names:
         examples.setdefault(SUFFIXES.get(_suffixes(name)[0]), name)

@@ -109,23 +109,19 @@ def download(names: list[str]) -> tuple[list[str], list[str]]:
     from datasets.data_files import resolve_pattern
 
     found: list[str] = []
-    for name in names:
-        web = datasets.config.HF_ENDPOINT if name.startswith("hf://") else name
-        is_asked = web.startswith(("http://", "https://")) and not datasets.config.HF_HUB_OFFLINE
-        trouble = out_of_reach(web) if is_asked else None
-        try:
-            if trouble:
-                raise OSError(trouble)
-            found += resolve_pattern(name, os.sep) if "://" in name else [name]
-        except (OSError, ValueError) as error:
-            raise UserError(_not_fetched(name, error)) from error
-    remote = [name for name in found if "://" in name]
+    name = ""
     try:
+        for name in names:
+            web = datasets.config.HF_ENDPOINT if name.startswith("hf://") else name
+            if web.startswith(("http://", "https://")) and not datasets.config.HF_HUB_OFFLINE:
+                trouble = out_of_reach(web)
+                if trouble:
+                    raise OSError(trouble)
+            found += resolve_pattern(name, os.sep) if "://" in name else [name]
+        remote = [name for name in found if "://" in name]
+        name = ", ".join(remote)
         fetched = iter(datasets.DownloadManager().download(remote))
     except (OSError, ValueError) as error:
-        raise UserError(_not_fetched(", ".join(remote), error)) from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"dataset.data_files: {name} cannot be fetched: {reason}") from error
     return found, [next(fetched) if "://" in name else name for name in found]
-
-
-def _not_fetched(name: str, error: Exception) -> str:
-    return f"dataset.data_files: {name} cannot be fetched: {' '.join(str(error).split())}"

@@ -225,7 +225,7 @@ class Protocol:
             )
         return replace(self, bos_id=None, eos_id=None)
 
-    def describe(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The ``protocol`` of results.json."""
         return {**asdict(self), "quirks": list(self.rule.quirks)}
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from ppl_eval import fingerprint as fingerprints
+from ppl_eval import fingerprint
 from ppl_eval.errors import UserError
 from ppl_eval.files import read_json, refuse_lfs_pointer
 
@@ -80,7 +80,7 @@ class HFTokenizer:
         self.adds_bos = self.bos_id is not None and (
             self.bos_id in added or bool(config.get("add_bos_token"))
         )
-        self.fingerprint = fingerprints.of(
+        self.fingerprint = fingerprint.of(
             *(self._tokenizer.to_str(), self.bos_id, self.eos_id, self.adds_bos),
             *(["special tokens in text"] if special_tokens_in_text else []),
         )
@@ -120,13 +120,11 @@ class HFTokenizer:
             trim_leading_whitespace: ``text`` goes on where another ended, so a tokenizer that puts
                 a blank before the first word must not do it here.
         """
+        ids = self._plain(text)
         if trim_leading_whitespace:
-            lead = self._tokenizer.encode("\n", add_special_tokens=False).ids
-            ids = self._tokenizer.encode("\n" + text, add_special_tokens=False).ids
+            lead, joined = self._plain("\n"), self._plain("\n" + text)
             # where the line break merged with the text there is no clean cut
-            ids = ids[len(lead) :] if ids[: len(lead)] == lead else self._plain(text)
-        else:
-            ids = self._plain(text)
+            ids = joined[len(lead) :] if joined[: len(lead)] == lead else ids
         if add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         if add_eos and self.eos_id is not None:
@@ -222,7 +220,7 @@ def wants_bos(tokenizer: TextTokenizer) -> bool:
     return tokenizer.bos_id is not None and tokenizer.bos_id in tokenizer.encode("")[:1]
 
 
-def fingerprint(tokenizer: TextTokenizer) -> str:
+def fingerprint_of(tokenizer: TextTokenizer) -> str:
     """Hash that tells tokenizers apart: exact for :class:`HFTokenizer`.
 
     For others, hash of the ids of a probe: all of ASCII and characters of several scripts.
@@ -231,7 +229,7 @@ def fingerprint(tokenizer: TextTokenizer) -> str:
     if isinstance(known, str):
         return known
     ids = tokenizer.encode(_PROBE, add_bos=False, add_eos=False)
-    return fingerprints.of(type(tokenizer).__name__, tokenizer.bos_id, tokenizer.eos_id, ids)
+    return fingerprint.of(type(tokenizer).__name__, tokenizer.bos_id, tokenizer.eos_id, ids)
 
 
 def difference(tokenizer: TextTokenizer, other: TextTokenizer) -> str | None:
@@ -239,7 +237,7 @@ def difference(tokenizer: TextTokenizer, other: TextTokenizer) -> str | None:
 
     Two of :class:`HFTokenizer` are compared by content: vocabulary, merges, normalizer,
     pre-tokenizer and added tokens (one may have more of these). Others by the ids of the probe of
-    :func:`fingerprint`. What comes before or after a text (BOS, templates) does not count.
+    :func:`fingerprint_of`. What comes before or after a text (BOS, templates) does not count.
     """
     if not (isinstance(tokenizer, HFTokenizer) and isinstance(other, HFTokenizer)):
         ids, theirs = (text_encoder(each)([_PROBE])[0] for each in (tokenizer, other))
@@ -303,8 +301,8 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         )
     refuse_lfs_pointer(path)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing more specific
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

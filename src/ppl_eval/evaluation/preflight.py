@@ -11,13 +11,12 @@ from ppl_eval.commands import plan as planner
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.config.limits import check_domains, check_known
 from ppl_eval.config.schema import EvalConfig
-from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.documents import labels
 from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
 from ppl_eval.data.protocol import Protocol, make_protocol
-from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.data.tokenizer import TextTokenizer, fingerprint_of
 from ppl_eval.evaluation.model_limits import check_window, fit_window
 from ppl_eval.evaluation.teacher import (
     check_tokenizer,
@@ -196,7 +195,7 @@ def fingerprints(ready: Preflight) -> dict[str, str]:
     teacher = {} if ready.teacher is None else {"teacher": ready.teacher.fingerprint()}
     return {
         "data": ready.workload.corpus.fingerprint,
-        "tokenizer": tokenizers.fingerprint(ready.tokenizer),
+        "tokenizer": fingerprint_of(ready.tokenizer),
         "model": ready.student.fingerprint(),
         **teacher,
         "protocol": ready.workload.protocol.fingerprint,
@@ -237,7 +236,7 @@ def describe(args: Sequence[str], num_processes: int) -> str:
         "text": f"{counted(len(corpus.documents), 'document')},"
         f" {counted(corpus.num_tokens.sum(), 'token')},"
         f" {counted(corpus.num_words.sum(), 'word')}, {counted(corpus.num_bytes.sum(), 'byte')}",
-        "protocol": protocol_line(workload.protocol.describe()),
+        "protocol": protocol_line(workload.protocol.as_dict()),
         "scored": f"{counted(windows.num_scored.sum(), 'token')}{_less_masked(workload)};"
         f" {windows.no_context.sum():,} without context, {windows.context_only.sum():,} as context"
         f" only, {windows.truncated.sum():,} truncated",

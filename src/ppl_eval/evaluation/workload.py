@@ -73,14 +73,7 @@ def prepare_workload(
         check_ids([protocol.bos_id], vocab_size, "the tokenizer's BOS")
         check_ids([protocol.eos_id], vocab_size, "the tokenizer's EOS")
     corpus = encode_corpus(
-        rows,
-        tokenizer,
-        vocab_size=vocab_size,
-        added=protocol.added,
-        count_words=protocol.rule.count_words,
-        joined=protocol.separator is not None,
-        group=group,
-        on_encode=on_encode,
+        rows, tokenizer, protocol, vocab_size=vocab_size, group=group, on_encode=on_encode
     )
     windows = protocol.windows(corpus.num_tokens)
     if len(windows) == 0:

@@ -62,7 +62,7 @@ def assemble(
         "command": environment.command(sys.argv, ranks.world_size, ranks.local_world_size),
         "notes": list(prepared.notes),
         "warnings": list(prepared.warnings),
-        "protocol": prepared.workload.protocol.describe(),
+        "protocol": prepared.workload.protocol.as_dict(),
         "performance": {
             "tokens_per_s": found.summary.total.num_scored / seconds["evaluate"],
             "peak_memory_gib": peak_memory_gib,

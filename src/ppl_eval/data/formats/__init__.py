@@ -30,7 +30,7 @@ def read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
         ``pyarrow.Table`` with the columns text, id and domain (large_string).
 
     Raises:
-        UserError: what cannot be read, with its place.
+        UserError: what cannot be read, naming file and line (or row).
     """
     seen = Seen()
     for file in files:

@@ -15,8 +15,8 @@ from ppl_eval.data.formats.rows import (
     Spelled,
     Wanted,
     described,
+    found_names,
     no_column,
-    places,
 )
 from ppl_eval.data.formats.stream import decoded, lines_of, named
 from ppl_eval.errors import UserError
@@ -34,7 +34,7 @@ def text_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
     Raises:
         UserError: another column is wanted.
     """
-    places(file.name, ["text"], wanted, seen)
+    found_names(file.name, ["text"], wanted, seen)
     for text in _documents(file, wanted.unit or "line"):
         yield "", text, None, None
 
@@ -86,15 +86,15 @@ def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
     separator = "\t" if file.suffix == ".tsv" else ","
     rows = csv.reader((text for _, text in lines_of(file)), delimiter=separator, strict=True)
     header: list[str] | None = None
-    found: list[int | None] = []
+    numbers: list[int | None] = []
     while True:
-        number = rows.line_num + 1
+        line = rows.line_num + 1
         try:
             row = next(rows, None)
         except csv.Error as error:
             hint = "; a quote inside a quoted field is doubled" if '"' in f"{error}" else ""
             raise UserError(
-                f"{file.name}, line {number} cannot be read as"
+                f"{file.name}, line {line} cannot be read as"
                 f" {file.suffix[1:].upper() or 'CSV'}: {error}{hint}"
             ) from error
         if row is None:
@@ -103,16 +103,17 @@ def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
             continue
         if header is None:
             header = row
-            found = places(file.name, header, wanted, seen)
+            names = found_names(file.name, header, wanted, seen)
+            numbers = [None if name is None else header.index(name) for name in names]
             continue
         if len(row) != len(header):
             raise UserError(
-                f"{file.name}, line {number} has {counted(len(row), 'field')}, but the header has"
+                f"{file.name}, line {line} has {counted(len(row), 'field')}, but the header has"
                 f" {counted(len(header), 'field')}: a field with a separator or a line's end in"
                 " it needs quotes"
             )
-        text, row_id, domain = (None if place is None else row[place] for place in found)
-        yield f"line {number}", text, row_id, domain
+        text, row_id, domain = (None if n is None else row[n] for n in numbers)
+        yield f"line {line}", text, row_id, domain
 
 
 def json_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
@@ -122,21 +123,21 @@ def json_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
         UserError: what is no JSON, no object, or has no text, with its line (or item).
     """
     column, row_id, domain = wanted.names()
-    for place, row in _values(file):
+    for where, row in _values(file):
         if not isinstance(row, dict):
             raise UserError(
-                f"{file.name}, {place} is {described(row)}, but each {place.split()[0]} is an"
+                f"{file.name}, {where} is {described(row)}, but each {where.split()[0]} is an"
                 ' object such as {"text": "A text."}'
             )
         if column not in row:
-            no_column(column, f"{file.name}, {place}", row)
+            no_column(column, f"{file.name}, {where}", row)
         seen.domain |= domain in row
         seen.columns = seen.columns or tuple(row)
-        yield place, row[column], row.get(row_id), row.get(domain)
+        yield where, row[column], row.get(row_id), row.get(domain)
 
 
 def _values(file: File) -> Iterator[tuple[str, Any]]:
-    """(place, value) of each item of one array, or of each line."""
+    """(where it is, value) of each item of one array, or of each line."""
     lines = ((number, line) for number, line in decoded(file) if line.strip())
     number, first = next(lines, (1, ""))
     if not first.lstrip().startswith("["):

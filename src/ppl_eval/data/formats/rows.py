@@ -59,15 +59,15 @@ def tables(file: File, rows: Iterable[Row], wanted: Wanted) -> Iterator[Any]:
     """Rows as ``pyarrow.Table`` with the columns text, id and domain.
 
     Raises:
-        UserError: a text that is no string, with its place.
+        UserError: a text that is no string, naming its line.
     """
     batch: list[Row] = []
     size = 0
     for row in rows:
-        place, text, _, _ = row
+        where, text, _, _ = row
         if type(text) is not str:
             raise UserError(
-                f"{file.name}, {place}: column {wanted.column!r} holds {described(text)}, but every"
+                f"{file.name}, {where}: column {wanted.column!r} holds {described(text)}, but every"
                 " row needs a text: mend or drop the row"
             )
         batch.append(row)
@@ -82,24 +82,26 @@ def tables(file: File, rows: Iterable[Row], wanted: Wanted) -> Iterator[Any]:
 def _table(file: File, batch: Sequence[Row], wanted: Wanted) -> Any:
     import pyarrow as pa
 
-    places, *columns = zip(*batch, strict=True)
+    wheres, *columns = zip(*batch, strict=True)
     columns = [[None if v is None else _json(v, quoted=False) for v in c] for c in columns]
     try:
         arrays = [pa.array(values, pa.large_string()) for values in columns]
     except UnicodeEncodeError as error:
         for name, values in zip(wanted.names(), columns, strict=True):
-            for place, value in zip(places, values, strict=True):
+            for where, value in zip(wheres, values, strict=True):
                 if value is not None and printable(value) != value:
                     raise UserError(
-                        f"{file.name}, {place}: column {name!r} holds half a surrogate pair"
+                        f"{file.name}, {where}: column {name!r} holds half a surrogate pair"
                         " (\\ud800 to \\udfff), which is no text: mend the row"
                     ) from error
         raise
     return pa.table(arrays, names=["text", "id", "domain"])
 
 
-def places(file: str, header: Sequence[str], wanted: Wanted, seen: Seen) -> list[int | None]:
-    """Where text, id and domain stand among a file's columns; None where there is no such column.
+def found_names(
+    file: str, header: Sequence[str], wanted: Wanted, seen: Seen
+) -> tuple[str | None, ...]:
+    """The file's columns of text, id and domain; None where there is no such column.
 
     Raises:
         UserError: there is no text, or two columns have the same name.
@@ -112,12 +114,12 @@ def places(file: str, header: Sequence[str], wanted: Wanted, seen: Seen) -> list
             raise UserError(f"{file} has two columns called {name!r}: rename one")
     seen.columns = tuple(header)
     seen.domain |= names[2] in header
-    return [header.index(name) if name is not None and name in header else None for name in names]
+    return tuple(name if name in header else None for name in names)
 
 
-def no_column(wanted: str, place: str, columns: Iterable[str]) -> NoReturn:
+def no_column(wanted: str, where: str, columns: Iterable[str]) -> NoReturn:
     """Say which columns there are instead of the one with the text."""
-    raise UserError(f"dataset.column is {wanted!r}, but {place} has the columns {listed(columns)}")
+    raise UserError(f"dataset.column is {wanted!r}, but {where} has the columns {listed(columns)}")
 
 
 def listed(columns: Iterable[str]) -> str:
