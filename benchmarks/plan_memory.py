@@ -75,7 +75,7 @@ def rank_main(
 
     from ppl_eval import compat
     from ppl_eval.checkpoint.config_json import NOTHING
-    from ppl_eval.commands.plan import Sizes, estimate
+    from ppl_eval.commands.estimate import Sizes, estimate
     from ppl_eval.model.build import build_on_meta
     from ppl_eval.model.torchtune_decoder import decoder_of
     from ppl_eval.parallel.dims import ParallelDims
@@ -103,9 +103,11 @@ def rank_main(
         "scale_factor": 1,
     }
     model = build_on_meta(node, torch.float32, NOTHING).eval()
-    planned = estimate(Sizes.of(model), dims, rows * length)
-    split_decoder(decoder_of(model), meshes.tp)
-    shard_decoder(decoder_of(model), meshes.fsdp)
+    decoder = decoder_of(model)
+    assert decoder is not None
+    planned = estimate(Sizes.of(decoder), dims, rows * length)
+    split_decoder(decoder, meshes.tp)
+    shard_decoder(decoder, meshes.fsdp)
 
     base = rss_anon()
     model.to_empty(device="cpu")
@@ -120,7 +122,7 @@ def rank_main(
     every = torch.arange(rows * length)
     windows, lengths = torch.arange(rows), torch.full((rows,), length)
     scored = Tokens(every, tokens.flatten(), every, every, every, windows, lengths)
-    readers = [Reader(model, decoder_of(model), Groups.of(meshes))]
+    readers = [Reader(model, decoder, Groups.of(meshes))]
     with Peak() as peak, evaluating(readers):
         Scorer(readers, torch.device("cpu")).score(Batch(tokens, scored))
     kv, heads = 4 * 64, 8 * 64

@@ -1,14 +1,18 @@
-"""``ppl-eval``: what goes on around a run. The run itself is ``tune run ppl_eval``."""
+"""``ppl-eval``: what goes on around a run. The run itself is ``tune run ppl_eval``.
+
+Commands that need torch import it in their function, after the command line has been checked.
+"""
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ppl_eval import __version__, boundary, shipped
 from ppl_eval.config.command_line import load, load_for_run
 from ppl_eval.config.reference import full_config
 from ppl_eval.errors import UserError
+from ppl_eval.plural import counted
 
 
 def main() -> None:
@@ -27,29 +31,34 @@ def _run() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Every command: its function, its arguments, and examples."""
     parser = argparse.ArgumentParser(
         prog="ppl-eval",
-        description=__doc__,
+        description="What goes on around a run. The run itself is `tune run ppl_eval`.",
         epilog=_examples("ls", "check --config tiny_ppl_eval"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, what: str, *examples: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
+    def command(
+        name: str, run: Callable[[argparse.Namespace], None], what: str, *examples: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(
             name,
             help=what,
             description=f"{what[0].upper()}{what[1:]}.",
             epilog=_examples(*(f"{name} {example}".strip() for example in examples)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        added.set_defaults(run=run)
+        return added
 
-    ls = command("ls", "list the shipped recipes and configs", "")
-    ls.set_defaults(run=lambda args: _ls())
+    command("ls", _ls, "list the shipped recipes and configs", "")
 
     cp = command(
         "cp",
+        _cp,
         "copy a shipped recipe or config to edit it",
         "smollm2/135M_ppl_eval mine.yaml",
         "--full auto_ppl_eval mine.yaml",
@@ -60,53 +69,54 @@ def _parser() -> argparse.ArgumentParser:
     cp.add_argument("--full", action="store_true", help="with every key of the config, explained")
     cp.add_argument("-n", "--no-clobber", action="store_true", help="keep a file that is there")
     cp.add_argument("--make-parents", action="store_true", help="create missing folders")
-    cp.set_defaults(
-        run=lambda args: _cp(
-            args.name,
-            args.destination,
-            full=args.full,
-            keep=args.no_clobber,
-            make_parents=args.make_parents,
-        )
-    )
 
-    where = command("where", "print the folder of an embedded model or text", "tiny_teacher")
+    where = command(
+        "where", _where, "print the folder of an embedded model or text", "tiny_teacher"
+    )
     where.add_argument("name", help=f"one of {', '.join(shipped.EMBEDDED)}")
-    where.set_defaults(run=lambda args: print(shipped.embedded_path(args.name)))
 
     check = command(
         "check",
+        _check,
         "all of a run that needs no weights",
         "--config tiny_ppl_eval",
         "--config auto_ppl_eval checkpoint_dir=DIR dataset.data_files=FILE.jsonl --num-processes 2",
     )
-    check.add_argument("--config", required=True, metavar="NAME_OR_PATH")
     check.add_argument("--num-processes", type=int, default=1, help="that the run would have")
-    check.add_argument("overrides", nargs="*", metavar="key=value")
-    check.set_defaults(run=lambda args: _check(args.config, args.overrides, args.num_processes))
 
     plan = command(
         "plan",
+        _plan,
         "meshes that fit: memory and communication of each",
         "--config llama3_1/8B_ppl_eval --num-processes 8 --device-memory-gib 24",
     )
-    plan.add_argument("--config", required=True, metavar="NAME_OR_PATH")
     plan.add_argument("--num-processes", type=int, required=True, help="devices in all")
     memory = plan.add_mutually_exclusive_group(required=True)
     memory.add_argument("--device-memory-gib", type=float, metavar="G")
     memory.add_argument("--device-memory-mib", type=float, metavar="M")
-    plan.add_argument("overrides", nargs="*", metavar="key=value")
-    plan.set_defaults(run=_plan)
+    for with_config in (check, plan):
+        with_config.add_argument("--config", required=True, metavar="NAME_OR_PATH")
+        with_config.add_argument("overrides", nargs="*", metavar="key=value")
 
     compare = command(
         "compare",
+        _compare,
         "show several runs as one table",
         "out/student out/teacher",
         "out/*/results.json --domains",
     )
     compare.add_argument("results", nargs="+", type=_path, help="output folders or results.json")
     compare.add_argument("--domains", action="store_true", help="with a row for each domain")
-    compare.set_defaults(run=lambda args: _compare(args.results, with_domains=args.domains))
+
+    drop_layers = command(
+        "drop-layers",
+        _drop_layers,
+        "copy a Hugging Face folder without some of the model's layers: a student to distil",
+        "TEACHER STUDENT 2 3",
+    )
+    drop_layers.add_argument("teacher", type=_path, help="Hugging Face folder")
+    drop_layers.add_argument("student", type=_path, help="folder to write")
+    drop_layers.add_argument("layers", type=int, nargs="+", help="layers to drop, from 0")
     return parser
 
 
@@ -118,7 +128,7 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _ls() -> None:
+def _ls(args: argparse.Namespace) -> None:
     print(f"{'RECIPE':<24}CONFIG")
     names = shipped.config_names()
     for recipe in shipped.RECIPES:
@@ -126,26 +136,27 @@ def _ls() -> None:
             print(f"{recipe if number == 0 else '':<24}{name}")
 
 
-def _cp(name: str, destination: Path, *, full: bool, keep: bool, make_parents: bool) -> None:
+def _cp(args: argparse.Namespace) -> None:
+    name, destination = args.name, args.destination
     if name in shipped.RECIPES:
         source, suffix = shipped.recipe_path(name), ".py"
     elif name in shipped.config_names():
         source, suffix = shipped.config_path(name), ".yaml"
     else:
         raise UserError(f"{name!r} is no shipped recipe or config: `ppl-eval ls` lists them")
-    if full and suffix == ".py":
+    if args.full and suffix == ".py":
         raise UserError(f"--full is for a config, and {name} is a recipe: leave it out")
     if destination.is_dir():
         destination = destination / (f"{name}.py" if suffix == ".py" else source.name)
     elif destination.suffix != suffix:
         destination = destination.with_name(destination.name + suffix)
-    if keep and destination.exists():
+    if args.no_clobber and destination.exists():
         print(f"{destination} is there already and was left as it is")
         return
     try:
-        if make_parents:
+        if args.make_parents:
             destination.parent.mkdir(parents=True, exist_ok=True)
-        if full:
+        if args.full:
             destination.write_text(full_config(name), encoding="utf-8")
         else:
             shutil.copyfile(source, destination)
@@ -155,30 +166,41 @@ def _cp(name: str, destination: Path, *, full: bool, keep: bool, make_parents: b
     print(f"copied to {destination}")
 
 
-def _check(config: str, overrides: Sequence[str], num_processes: int) -> None:
-    if num_processes < 1:
-        raise UserError(f"--num-processes is {num_processes}, but it is at least 1")
-    args = ["--config", config, *overrides]
-    load_for_run(args)  # a mistake is told before torch is imported
+def _where(args: argparse.Namespace) -> None:
+    print(shipped.embedded_path(args.name))
 
-    from ppl_eval.evaluation.preflight import describe
 
-    print(describe(args, num_processes))
+def _check(args: argparse.Namespace) -> None:
+    if args.num_processes < 1:
+        raise UserError(f"--num-processes is {args.num_processes}, but it is at least 1")
+    run_args = ["--config", args.config, *args.overrides]
+    load_for_run(run_args)
+    from ppl_eval.commands.check import check
+
+    print(check(run_args, args.num_processes))
 
 
 def _plan(args: argparse.Namespace) -> None:
-    load(["--config", args.config, *args.overrides])  # as above
-
-    from ppl_eval.commands.plan import describe
+    run_args = ["--config", args.config, *args.overrides]
+    load(run_args)
+    from ppl_eval.commands.plan import plan
 
     memory = args.device_memory_mib or 1024 * (args.device_memory_gib or 0)
-    print(describe(["--config", args.config, *args.overrides], args.num_processes, memory))
+    print(plan(run_args, args.num_processes, memory))
 
 
-def _compare(paths: Sequence[Path], *, with_domains: bool) -> None:
+def _compare(args: argparse.Namespace) -> None:
     from ppl_eval.commands.compare import compare
 
-    print(compare(paths, with_domains=with_domains))
+    print(compare(args.results, with_domains=args.domains))
+
+
+def _drop_layers(args: argparse.Namespace) -> None:
+    from ppl_eval.commands.drop_layers import drop_layers
+
+    kept = drop_layers(args.teacher, args.student, args.layers)
+    numbers = ", ".join(map(str, kept))
+    print(f"{args.student}: {counted(len(kept), 'layer')}, those that were {numbers}")
 
 
 if __name__ == "__main__":

@@ -249,6 +249,7 @@ _SMALL = {
 
 def test_gemma_without_a_bos_gets_a_warning(tmp_path, monkeypatch):
     """F1: with BOS its first tokens are scored as well, one more for each document."""
+    from ppl_eval.commands.check import check
     from ppl_eval.evaluation import preflight
 
     families.write("gemma", tmp_path)
@@ -264,5 +265,5 @@ def test_gemma_without_a_bos_gets_a_warning(tmp_path, monkeypatch):
         assert len(ready.warnings) == (bos == "false")
     assert scored["true"] == scored["false"] + 2
     assert "gemma needs a BOS before every window" in ready.warnings[0]
-    described = preflight.describe([*base, "protocol.add_bos=false"], 1)
+    described = check([*base, "protocol.add_bos=false"], 1)
     assert "warning: gemma needs a BOS" in described.splitlines()[-1]

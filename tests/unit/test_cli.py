@@ -79,7 +79,10 @@ def test_where(ppl_eval):
     assert "choose one of tiny_teacher" in err
 
 
-@pytest.mark.parametrize("command", ["", "ls", "cp", "where", "check", "plan", "compare"])
+COMMANDS = ["ls", "cp", "where", "check", "plan", "compare", "drop-layers"]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_has_examples_that_parse(ppl_eval, command):
     code, out, _ = ppl_eval(*command.split(), "--help")
     assert code == 0

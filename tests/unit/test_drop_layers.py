@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppl_eval import UserError
-from ppl_eval.commands.drop_layers import drop_layers, main
+from ppl_eval import UserError, cli
+from ppl_eval.commands.drop_layers import drop_layers
 from ppl_eval.shipped import embedded_path
 
 TEACHER = embedded_path("tiny_teacher")
@@ -165,10 +165,12 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
 
 def test_command(tmp_path, monkeypatch, capsys):
     student = tmp_path / "student"
-    monkeypatch.setattr(sys, "argv", ["drop_layers", str(TEACHER), str(student), "1", "3"])
-    main()
+    monkeypatch.setattr(
+        sys, "argv", ["ppl-eval", "drop-layers", str(TEACHER), str(student), "1", "3"]
+    )
+    cli.main()
     assert capsys.readouterr().out == f"{student}: 4 layers, those that were 0, 2, 4, 5\n"
     with pytest.raises(SystemExit) as stop:
-        main()
+        cli.main()
     assert stop.value.code == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,12 +1,9 @@
-"""A student to distil: a model without some of its layers, as a Hugging Face folder.
+"""``ppl-eval drop-layers``: a student to distil, made of a model without some of its layers.
 
-    python -m ppl_eval.commands.drop_layers TEACHER STUDENT 2 3
-
-copies the folder TEACHER to STUDENT without the layers 2 and 3 (the first layer is 0). What is left
-is a smaller model of the same family and vocabulary, worse than its teacher until it is distilled.
+The student is a smaller model of the same family and vocabulary, worse than its teacher until it is
+distilled.
 """
 
-import argparse
 import json
 import re
 import shutil
@@ -16,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ppl_eval import boundary
 from ppl_eval.checkpoint.weight_files import find_weight_files
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted
@@ -159,25 +155,3 @@ def _write_weights(names: Mapping[Path, Mapping[str, str]], student: Path) -> No
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("teacher", type=Path, help="Hugging Face folder")
-    parser.add_argument("student", type=Path, help="folder to write")
-    parser.add_argument("layers", type=int, nargs="+", help="layers to drop, from 0")
-    args = parser.parse_args()
-
-    def run() -> None:
-        kept = drop_layers(args.teacher, args.student, args.layers)
-        numbers = ", ".join(map(str, kept))
-        print(f"{args.student}: {counted(len(kept), 'layer')}, those that were {numbers}")  # noqa: T201
-
-    boundary.guarded(run, alone=True)
-
-
-if __name__ == "__main__":
-    main()

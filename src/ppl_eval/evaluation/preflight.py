@@ -1,14 +1,12 @@
 """All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ppl_eval import components
-from ppl_eval.commands import plan as planner
-from ppl_eval.config.command_line import load as load_config
 from ppl_eval.config.limits import check_domains, check_known
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.corpus import build_dataset
@@ -22,15 +20,11 @@ from ppl_eval.evaluation.teacher import (
     check_tokenizer,
     of_the_teacher,
     teacher_degrees,
-    teacher_dims,
 )
 from ppl_eval.evaluation.workload import Workload, prepare_workload
 from ppl_eval.model.prepare import Layout, PreparedModel, num_ids, prepare_model
 from ppl_eval.parallel import process_group
-from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.plural import counted
-from ppl_eval.report.progress import TokenisingProgress
-from ppl_eval.report.terminal import padding, protocol_line
 
 
 @dataclass(frozen=True)
@@ -201,78 +195,3 @@ def fingerprints(ready: Preflight) -> dict[str, str]:
         "protocol": ready.workload.protocol.fingerprint,
         "plan": ready.workload.plan.fingerprint,
     }
-
-
-def describe(args: Sequence[str], num_processes: int) -> str:
-    """What a run with this command line would do, found out without a weight or a second process.
-
-    Args:
-        args: ``--config NAME key=value`` as for ``tune run ppl_eval``.
-        num_processes: that it would have.
-
-    Raises:
-        UserError: what the run would stop at.
-    """
-    cfg = load_config(args)
-    degrees = {
-        name: getattr(cfg.parallel, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")
-    }
-    dims = ParallelDims(**degrees, world_size=num_processes)
-    dtype = process_group.DTYPES[cfg.dtype]
-    ready = prepare(
-        cfg, dtype, num_ranks=dims.batch_size, on_encode=TokenisingProgress(cfg.log_every_s)
-    )
-    workload, plan = ready.workload, ready.workload.plan
-    corpus, windows = workload.corpus, workload.windows
-    lines = {
-        **_describe_model(ready.student, dims, cfg.dtype),
-        **(
-            _describe_model(
-                ready.teacher, teacher_dims(cfg, dims), cfg.teacher_dtype or cfg.dtype, "teacher"
-            )
-            if ready.teacher is not None
-            else {}
-        ),
-        "text": f"{counted(len(corpus.documents), 'document')},"
-        f" {counted(corpus.num_tokens.sum(), 'token')},"
-        f" {counted(corpus.num_words.sum(), 'word')}, {counted(corpus.num_bytes.sum(), 'byte')}",
-        "protocol": protocol_line(workload.protocol.as_dict()),
-        "scored": f"{counted(windows.num_scored.sum(), 'token')}{_less_masked(workload)};"
-        f" {windows.no_context.sum():,} without context, {windows.context_only.sum():,} as context"
-        f" only, {windows.truncated.sum():,} truncated",
-        "windows": f"{len(windows):,} in {counted(len(plan.batches), 'batch')} of at most"
-        f" {counted(plan.num_positions.max(), 'position')}, {padding(workload):.1%} padding",
-        "mesh": f"{dims}, {counted(num_processes, 'process')}:"
-        f" {counted(plan.num_steps(dims.batch_size), 'step')}",
-    }
-    said = [*ready.notes, *(f"warning: {warning}" for warning in ready.warnings)]
-    return "\n".join([*(f"{name:<10}{text}" for name, text in lines.items()), *said])
-
-
-def _describe_model(
-    ready: PreparedModel, dims: ParallelDims, dtype: str, name: str = "model"
-) -> dict[str, str]:
-    num_parameters = sum(p.numel() for p in ready.model.parameters())
-    itemsize = process_group.DTYPES[dtype].itemsize
-    shards = planner.estimate(planner.Sizes.of(ready.model), dims, 0).parameters
-    stored = ready.source.stored.values()
-    weights = "weights" if name == "model" else ""
-    adapted = "" if ready.adapter is None else f", adapter {ready.adapter.folder}"
-    return {
-        name: f"{ready.component}, {num_parameters:,} parameters,"
-        f" {_gib(num_parameters * itemsize)} in {dtype}"
-        f" ({_gib(shards)} on each of {dims.world_size})",
-        weights: f"{ready.checkpointer.get('checkpoint_dir', '')}:"
-        f" {counted(len(stored), 'tensor')}, {_gib(sum(s.num_bytes for s in stored))} in"
-        f" {ready.checkpoint_dtype}; names and shapes match{adapted}",
-    }
-
-
-def _less_masked(workload: Workload) -> str:
-    return " less what the data set masks" if workload.corpus.as_tokens else ""
-
-
-def _gib(num_bytes: float) -> str:
-    return (
-        f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:,.1f} MiB"
-    )
