@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# dev,peers: also the tools that some tests compare with, or else skip
+EXTRAS ?= dev
 
 .PHONY: eval test check install dev clean
 
@@ -21,16 +23,16 @@ check: dev  ## lint, format, types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 install: $(VENV)/.installed
-dev: $(VENV)/.installed-dev
+dev: $(VENV)/.installed-$(EXTRAS)
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -e .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml
+$(VENV)/.installed-$(EXTRAS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
 	touch $@ $(VENV)/.installed
 
 clean:

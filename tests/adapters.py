@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 from families import reference, write
+from helpers import peer
 
 from ppl_eval.adapter.check import install, read_adapter, strip
 from ppl_eval.checkpoint.section import complete_checkpointer, open_checkpoint
@@ -41,12 +42,10 @@ def lora_node(node, **changes):
 
 def write_peft(name, folder, **settings):
     """Save an adapter by PEFT with trained-looking numbers; returns its model with the adapter."""
-    from peft import LoraConfig, get_peft_model
-
+    peft = peer("peft")
     with without_torchao():
-        model = get_peft_model(
-            reference(name), LoraConfig(**{"r": 4, "lora_alpha": 10, **settings})
-        )
+        settings = {"r": 4, "lora_alpha": 10, **settings}
+        model = peft.get_peft_model(reference(name), peft.LoraConfig(**settings))
     randomise(model)
     model.save_pretrained(folder)
     return model.eval()
@@ -54,6 +53,7 @@ def write_peft(name, folder, **settings):
 
 def without_torchao():
     """PEFT 0.21 fails where it finds the torchao that torchtune 0.6.1 needs."""
+    peer("peft")
     return mock.patch("peft.tuners.lora.torchao.is_torchao_available", return_value=False)
 
 

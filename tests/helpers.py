@@ -3,6 +3,7 @@
 import json
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -15,6 +16,11 @@ from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.score.batch import Tokens
 from ppl_eval.score.reader import Reader
 from ppl_eval.shipped import embedded_path
+
+
+def peer(module):
+    """A module of the ``peers`` extra; the test that needs it is skipped without it."""
+    return pytest.importorskip(module, reason=f"{module} is missing: pip install -e '.[peers]'")
 
 
 class ByteTokenizer:

@@ -23,6 +23,7 @@ def measure(rank, folder, texts, mesh, world_size):
     return result.summary.total.num_scored, result.summary.total.nll_nats_sum
 
 
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
     "mesh",
     [(1, 1, 1, 3), (1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 2, 3)],

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import peer
 from test_reference import measure
 
 from ppl_eval import shipped
@@ -48,18 +49,16 @@ def run(monkeypatch, tmp_path, folder, texts, *args):
 
 def by_lm_eval(folder, texts, add_bos):
     """loglikelihood_rolling of lm-eval 0.4.13, HF backend, float32, by text."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    peer = HFLM(
+    instance = peer("lm_eval.api.instance").Instance
+    model = peer("lm_eval.models.huggingface").HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
         max_length=64,
         add_bos_token=add_bos,
         batch_size=1,
     )
-    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
-    return peer.loglikelihood_rolling(requests, disable_tqdm=True)
+    requests = [instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+    return model.loglikelihood_rolling(requests, disable_tqdm=True)
 
 
 @pytest.mark.parametrize("add_bos", [None, True, False])

@@ -20,6 +20,7 @@ from adapters import (
     write_base,
     write_peft,
 )
+from helpers import peer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtune.models import qwen2
@@ -122,12 +123,11 @@ def test_by_torchtune(bases, tmp_path, name, use_dora):
 def test_torchtunes_export_of_qwen2_is_not_what_it_trained(bases, tmp_path):
     """Why such a file is not read as PEFT reads it: q and k are permuted as if for Llama."""
     from families import reference
-    from peft import PeftModel
 
     node, checkpointer = bases(QWEN)
     theirs, folder = by_torchtune(node, checkpointer, tmp_path)
     with without_torchao():
-        misread = PeftModel.from_pretrained(reference(QWEN), folder).eval()
+        misread = peer("peft").PeftModel.from_pretrained(reference(QWEN), folder).eval()
     assert distance(logits(misread), logits(theirs)) > 0.1
     (folder / "adapter_model.pt").unlink()
     assert distance(logits(loaded(node, checkpointer, folder)[0]), logits(theirs)) < CLOSE
