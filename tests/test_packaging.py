@@ -138,7 +138,7 @@ def test_an_installation_works_from_any_folder(fresh, source, wheel, tmp_path, h
     expected = f"tune run {processes}ppl_eval --config {config} max_documents=20"
     assert content["command"] == expected
     assert content["environment"]["num_processes"] == (4 if how == "wheel" else 1)
-    if how == "wheel":  # I1: a recipe in a subfolder and texts of one's own, on two processes
+    if how == "wheel":  # a recipe in a subfolder and texts of one's own, on two processes
         (elsewhere / "sub").mkdir()
         run(fresh, "-m", "ppl_eval.cli", "cp", "ppl_eval", "sub/mine.py", cwd=elsewhere)
         (elsewhere / "my_texts.py").write_text("def texts(words):\n    return words\n")

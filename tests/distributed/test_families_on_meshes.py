@@ -60,7 +60,7 @@ def alone(folders):
     [(2, TP), (2, CP), (3, (1, 1, 1, 3)), (4, BOTH), (4, (1, 2, 1, 2)), (4, (1, 2, 2, 1))],
 )
 def test_every_family_on_a_mesh(folders, alone, world_size, mesh):
-    """C6: also where a window or a cap must hold across the chunks of a shared window."""
+    """Also where a window or a cap must hold across the chunks of a shared window."""
     names = [name for name in folders if mesh[3] in (1, SPLIT[name])]
     assert len(names) > 12 or mesh[3] == 3
     if world_size == 4:
@@ -71,8 +71,8 @@ def test_every_family_on_a_mesh(folders, alone, world_size, mesh):
             assert documents == pytest.approx(alone[name], rel=1e-6), name
 
 
-def test_heads_that_tp_does_not_divide(folders):
-    """C1: before any weight is read, and from the checkpoint's headers alone."""
+def test_heads_that_tp_does_not_divide_are_refused(folders):
+    """Before any weight is read, and from the checkpoint's headers alone."""
     shipped = "max_documents=1"
     with pytest.raises(UserError) as error:
         prepared(folders["gemma"], TP, shipped, dataset=f"{__name__}.texts")

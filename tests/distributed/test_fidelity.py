@@ -256,8 +256,8 @@ def test_a_teacher_that_is_laid_out_otherwise(found, truth, mesh, degrees):
 
 @pytest.mark.parametrize("mesh", PADDED, ids=lambda mesh: "x".join(map(str, mesh)))
 @pytest.mark.parametrize("pair", ["more rows", "fewer rows"])
-def test_rows_that_one_model_lacks(found, truth, pair, mesh):
-    """E1: 509 ids and 516, 509 and 517; no degree of tp divides them alike."""
+def test_vocabularies_of_two_sizes(found, truth, pair, mesh):
+    """509 rows and 516, 509 and 517: no degree of tp cuts both models at the same ids."""
     check(found[pair, mesh], truth[0][pair])
 
 
@@ -396,7 +396,7 @@ def itself(rank, world_size, meshes):
     ids=["1", "2", "4"],
 )
 def test_a_model_against_itself(meshes):
-    """E2: nothing but zeros and ones; and the noise is that of fp32."""
+    """Divergences are 0, agreement and the ratio 1, and the noise floor is that of fp32."""
     world_size = math.prod(meshes[0])
     for found in run_on_ranks(world_size, itself, world_size, meshes):
         for section in found.values():
@@ -416,8 +416,8 @@ def of_batches(rank, budget, dtype):
     return report_of(*folders, (1, 1, 1, 1), f"max_tokens_per_batch={budget}", f"dtype={dtype}")[0]
 
 
-def test_batch_size():
-    """E4: neither padding nor the number of batches is in it."""
+def test_the_batch_size_changes_no_statistic():
+    """Neither padding nor the number of batches is in it."""
     sections = [run_on_ranks(1, of_batches, budget, "fp32")[0] for budget in (100, 230, 4000)]
     for name, value in sections[0].items():
         if isinstance(value, float):

@@ -63,7 +63,7 @@ def alone(tied):
 
 @pytest.mark.parametrize(("world_size", "dp_replicate"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_every_dp_mesh_gives_the_same_bits(alone, tied, world_size, dp_replicate):
-    """B1, B2: 1, 2, 3, 5, 7 and 101 documents on up to 4 ranks: nothing lost, repeated or hung."""
+    """1, 2, 3, 5, 7 and 101 documents on up to 4 ranks: nothing lost, repeated or hung."""
     for found in run_on_ranks(world_size, measure, COUNTS, dp_replicate, tied):
         assert found == alone
     for count, (_, num_scored, _) in zip(COUNTS, alone, strict=True):
@@ -125,7 +125,7 @@ def first_documents(rank):
 
 
 def test_the_first_documents_are_the_corpus_s_not_each_ranks():
-    """B4 on two ranks: max_documents: 3 means documents 0, 1 and 2 of the whole."""
+    """On two ranks, max_documents: 3 means documents 0, 1 and 2 of the whole."""
     for limited, alone in run_on_ranks(2, first_documents):
         assert limited == alone
 

@@ -67,7 +67,7 @@ def load_sharded(rank, name, dp_replicate):
 @pytest.mark.parametrize("name", ["tiny_teacher", "tiny_student"])
 @pytest.mark.parametrize(("world_size", "dp_replicate"), [(2, 1), (3, 1), (4, 2)])
 def test_shards_and_rotary_tables_of_every_rank(name, world_size, dp_replicate):
-    """C10: the logits of every rank, not of rank 0 alone. 509 rows divide by none of the sizes."""
+    """The logits of every rank, not of rank 0 alone. 509 rows divide by none of the sizes."""
     (_, whole, alone), *_ = run_on_ranks(1, load_sharded, name, 1)
     fsdp_size = world_size // dp_replicate
     for wrong, local, logits in run_on_ranks(world_size, load_sharded, name, dp_replicate):

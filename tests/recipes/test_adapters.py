@@ -107,7 +107,7 @@ def tune(run_recipe, held_out):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_merged_unmerged_and_torchtunes_merged_checkpoint(tune, epochs, adapters, kind):
-    """D10; the adapter is in the result's fingerprint."""
+    """Three ways to one loss; the adapter is in the fingerprint of the model."""
     base, _ = tune(f"checkpoint_dir={BASE}")
     fingerprints = [results()["fingerprints"]["model"]]
     theirs, said = tune(f"checkpoint_dir={epochs[kind]}")
@@ -168,8 +168,8 @@ def test_a_lora_builder(tune, epochs, adapters, tmp_path):
     assert "alpha 16" in said
 
 
-def test_an_adapter_on_weights_that_have_it(tune, epochs, adapters):
-    """D10: it may be meant, but hardly ever is."""
+def test_an_adapter_on_weights_that_have_it_already_is_warned_of(tune, epochs, adapters):
+    """Adding it twice may be meant, but hardly ever is."""
     for folder in (epochs["lora"], epochs["lora"].parent / "adapter"):
         found, said = tune(f"checkpoint_dir={epochs['lora']}", f"adapter.dir={folder}")
         assert found is not None

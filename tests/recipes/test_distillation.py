@@ -78,7 +78,7 @@ def test_the_student_is_nearer_to_its_teacher_than_before(tutorial):
 
 
 def test_what_torchtune_wrote_is_what_is_measured(tutorial, run_recipe, held_out):
-    """D10: merged weights, and the adapter of torchtune's own recipe on the student before it, in
+    """Merged weights, and the adapter of torchtune's own recipe on the student before it, in
     both of its layouts; the first also against transformers, which must not see the adapter."""
     folder, *_ = tutorial
     epoch, student = folder / "out/distilled/epoch_0", folder / "out/student"

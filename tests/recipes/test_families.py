@@ -248,7 +248,7 @@ _SMALL = {
 
 
 def test_gemma_without_a_bos_gets_a_warning(tmp_path, monkeypatch):
-    """F1: with BOS its first tokens are scored as well, one more for each document."""
+    """With BOS its first tokens are scored as well, one more for each document."""
     from ppl_eval.commands.check import check
     from ppl_eval.evaluation import preflight
 

@@ -177,7 +177,7 @@ def test_the_student_is_worse_than_the_teacher_and_both_beat_a_bigram_model(tune
 
 
 def test_an_untrained_head_overflows_and_says_so(tune, student):
-    """A7 through the recipe: exit 0, strict JSON, null and a flag."""
+    """Through the recipe: exit 0, strict JSON, null and a flag."""
     weights = load_file(student / "model.safetensors")
     weights["model.norm.weight"] *= 1e5
     save_file(weights, student / "model.safetensors")
@@ -620,7 +620,7 @@ def instruct(tmp_path, rows):
 
 
 def test_instruction_data_counts_answers_only(tune, tmp_path):
-    """A6, F5: against a float64 loop over the tokens and labels that torchtune gives."""
+    """Against a float64 loop over the tokens and labels that torchtune gives."""
     from helpers import oracle, student_in_float64
     from torchtune.datasets import instruct_dataset
 
@@ -708,7 +708,7 @@ def test_a_chat_by_override(tune, tmp_path):
 
 
 def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
-    """A6: such documents are empty, and the others' number is what it is without them."""
+    """Such documents count as empty, and the others have the NLL that they have without them."""
     short = "tokenizer.max_seq_len=60"
     code, _, err = tune(short, *instruct(tmp_path, CHAT[:2]))
     assert code == 0
@@ -728,7 +728,7 @@ def test_an_answer_that_is_cut_off_counts_nothing(tune, tmp_path):
 
 
 def test_a_limit_that_cuts_nothing_changes_nothing(tune, tmp_path):
-    """F5: null, far above, and smaller, which is said."""
+    """Null and far above the longest text; one that does cut is said to."""
     found = []
     for limit in ("null", "8192", "40"):
         code, _, err = tune(f"tokenizer.max_seq_len={limit}", *instruct(tmp_path, CHAT[:1]))

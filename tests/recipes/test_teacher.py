@@ -420,8 +420,8 @@ def other_merges(content):
     ("change", "difference"),
     [(swap_two_tokens, " in one and "), (other_merges, "they cut texts differently")],
 )
-def test_a_teacher_with_another_tokenizer(tune, tmp_path, change, difference):
-    """E1, E3: of the same size, so that every shape fits."""
+def test_a_teacher_whose_ids_mean_other_texts_is_refused(tune, tmp_path, change, difference):
+    """Its vocabulary has the same size, so every shape fits and KL would be computed."""
     teacher = other_vocabulary(copy_of(TEACHER, tmp_path / "teacher"), change)
     code, out, err = tune(f"checkpoint_dir={STUDENT}", f"teacher_checkpoint_dir={teacher}")
     assert code == 1
@@ -455,7 +455,7 @@ def test_what_does_not_make_another_tokenizer(tune, tmp_path):
 
 
 def test_more_rows_are_said(tune, tmp_path):
-    """E1; the numbers are held in tests/distributed."""
+    """That the teacher's vocabulary is larger; the numbers are tested in tests/distributed."""
     teacher = copy_of(TEACHER, tmp_path / "teacher", vocab_size=520)
     weights = load_file(teacher / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

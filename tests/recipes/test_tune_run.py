@@ -46,7 +46,7 @@ def by_our_processes(stderr):
 
 
 def test_a_copied_recipe_with_a_component_of_ones_own_on_two_processes(tmp_path):
-    """I1: from an empty folder: an edited recipe, a shipped config's name, and own texts."""
+    """From an empty folder: an edited recipe, a shipped config's name, and own texts."""
     source = shipped.recipe_path().read_text()
     edited = source.replace('print(f"results:', 'print("edited by me")\n        print(f"results:')
     assert edited != source

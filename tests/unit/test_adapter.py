@@ -519,8 +519,9 @@ def test_what_is_refused(bases, damage, kind, tensors, settings, message):
         ({"apply_lora_to_output": True}, {}, "lacks 1 of the matrices .* builder asks for: output"),
     ],
 )
-def test_a_builder_that_is_not_the_trained_one(bases, damage, changes, settings, message):
-    """D10"""
+def test_a_builder_that_does_not_fit_the_adapter_is_refused(
+    bases, damage, changes, settings, message
+):
     node, checkpointer = bases("llama2")
     with pytest.raises(UserError, match=message):
         prepared(lora_node(node, **changes), checkpointer, damage("tune", **settings))

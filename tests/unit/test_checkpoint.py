@@ -183,7 +183,7 @@ def test_no_folder_and_no_weights(files, tmp_path):
 
 
 def test_weights_in_a_folder_of_an_epoch(tmp_path):
-    """D4: what torchtune's recipes write lies one level deeper."""
+    """What torchtune's recipes write lies one level deeper."""
     for epoch in ("epoch_0", "epoch_1"):
         (tmp_path / epoch).mkdir()
         (tmp_path / epoch / "model-00001-of-00001.safetensors").touch()

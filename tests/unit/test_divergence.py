@@ -42,7 +42,7 @@ def defined(student, teacher, targets, shared):
 
 
 def test_equal_logits():
-    """E2: a cross-entropy, sold as a KL, would give the entropy here."""
+    """A cross-entropy, sold as a KL, would give the entropy here."""
     logits = torch.randn(7, 101) * 5
     found = compare(logits, logits)
     for name in ("kl_teacher_student", "kl_student_teacher", "js"):
@@ -98,7 +98,7 @@ def test_against_definitions(vocabulary, distance):
 
 @pytest.mark.parametrize("sizes", [(128, 136), (136, 128), (101, 100)])
 def test_rows_that_only_one_model_has(sizes):
-    """E1: over the ids that both have; each loss over all of its own."""
+    """Over the ids that both have; each loss over all of its own."""
     student, teacher = (torch.randn(6, size, dtype=torch.float64) * 3 for size in sizes)
     student[:, -1] += 4  # what is left out has weight
     targets = torch.randint(0, min(sizes), (6,))

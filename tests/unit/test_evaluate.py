@@ -32,7 +32,7 @@ TEXTS = ["ab", "abc", "hello", "a" * 9, "the quick brown f", "x y z " * 5 + "abc
 
 
 def test_a_bigram_table_gives_exactly_two():
-    """G7: from every token two followers with probability 1/2 each."""
+    """From every token two followers with probability 1/2 each."""
     log_probs = torch.full((4, 4), -torch.inf)
     for token in range(4):
         log_probs[token, [(token + 1) % 4, (token + 2) % 4]] = math.log(0.5)
@@ -52,7 +52,7 @@ def test_uniform_and_certain_models():
 
 
 def test_any_batch_size_equals_the_loop(bytes_model):
-    """A1, F6: 7 documents of several lengths, any batch size: one count and one NLL."""
+    """7 documents of several lengths, any batch size: one count and one NLL."""
     tokenizer = ByteTokenizer()
     ids = [tokenizer.encode(text, False, False) for text in TEXTS]
     expected = oracle(bytes_model, [w for i in ids for w in chunks(i, 32, bos_id=1)])
@@ -66,7 +66,7 @@ def test_any_batch_size_equals_the_loop(bytes_model):
 
 
 def test_122_predictions_of_seven_documents_without_bos(bytes_model):
-    """A1: lengths 2, 3, 5, 9, 17, 33, 60 make 122 predictions."""
+    """Lengths 2, 3, 5, 9, 17, 33, 60 make 122 predictions."""
     texts = ["x" * n for n in (2, 3, 5, 9, 17, 33, 60)]
     tokenizer = ByteTokenizer(bos_id=None)
     nll = set()
@@ -123,7 +123,7 @@ def test_any_windows_equal_the_loop(bytes_model, lengths, size, share, bos, eos,
 
 
 def test_tokens_weigh_the_same_and_documents_do_in_their_own_mean():
-    """A3: 10 tokens at 2 nats and 1000 at 4 nats: 53.53, and 20.09 for the document mean."""
+    """10 tokens at 2 nats and 1000 at 4 nats: 53.53, and 20.09 for the document mean."""
     log_probs = torch.full((4, 4), -1e9)
     log_probs[0, 0], log_probs[0, 3] = -2.0, math.log1p(-math.exp(-2))
     log_probs[1, 1], log_probs[1, 3] = -4.0, math.log1p(-math.exp(-4))
@@ -160,7 +160,7 @@ def test_text_that_white_space_does_not_cut_into_words(bytes_model):
 
 
 def test_documents_that_cannot_be_scored_are_counted(bytes_model):
-    """H1, G3: empty and one-token documents, first in the batch or not."""
+    """Empty and one-token documents, first in the batch or not."""
     texts = ["", "a", "", "bc", "d"]
     names = ("documents", "documents_scored", "empty", "tokens", "scored_tokens", "no_context")
     for bos_id, expected in ((None, (5, 1, 2, 4, 1, 4 - 1)), (1, (5, 3, 2, 4, 4, 0))):
@@ -176,7 +176,7 @@ def test_nothing_to_score_is_an_error(bytes_model, texts):
 
 
 def test_a_long_document_is_scored_to_its_end(bytes_model):
-    """G2: 200 tokens in windows of 64: nothing is cut, and 196 of them are divided by 196."""
+    """200 tokens in windows of 64: nothing is cut, and 196 of them are divided by 196."""
     text = "".join(chr(97 + n % 26) for n in range(200))
     result = evaluate(bytes_model, ByteTokenizer(bos_id=None), [text], max_seq_len=64)
     ids = ByteTokenizer().encode(text, False, False)
@@ -186,7 +186,6 @@ def test_a_long_document_is_scored_to_its_end(bytes_model):
 
 
 def test_a_window_longer_than_the_model_is_refused(bytes_model):
-    """G6."""
     with pytest.raises(
         UserError, match="max_seq_len is 128, but the model reads at most 64 tokens"
     ):
@@ -200,7 +199,7 @@ def test_an_id_outside_the_model_is_named():
 
 
 def test_first_documents_only(bytes_model):
-    """B4: max_documents: 3 scores documents 0, 1 and 2."""
+    """max_documents: 3 scores documents 0, 1 and 2."""
     first = evaluate(bytes_model, ByteTokenizer(), TEXTS, max_seq_len=32, max_documents=3)
     alone = evaluate(bytes_model, ByteTokenizer(), TEXTS[:3], max_seq_len=32)
     assert list(first.summary.documents.rows()) == list(alone.summary.documents.rows())
@@ -223,7 +222,7 @@ def test_domains_and_documents_add_up(bytes_model):
 
 
 def test_a_broken_model_overflows_with_a_finite_nll(bytes_model):
-    """A7: mean NLL above 709."""
+    """exp of a mean above 709 nats is more than float64 holds."""
     model = sharp_llama(259, sharpness=1e6)
     total = evaluate(model, ByteTokenizer(), TEXTS, max_seq_len=32).summary.total
     assert math.isfinite(total.nll_nats_sum)
@@ -330,7 +329,7 @@ def test_the_budget_of_a_cpu_is_1024_positions(bytes_model):
 
 
 def test_two_tokenizers_are_compared_by_byte():
-    """E3: a model of bytes and one of pairs of bytes that find a text equally likely."""
+    """A model of bytes and one of pairs of bytes that find a text equally likely."""
 
     class Bytes(torch.nn.Module):
         def __init__(self, width):

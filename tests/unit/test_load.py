@@ -250,7 +250,7 @@ def test_a_number_that_fp16_cannot_hold(student):
 
 
 def test_the_copy_of_a_tied_head(student, expected):
-    """D3: the same values are accepted, others are not."""
+    """A copy with the same values is accepted, one with others is not."""
     node = spoiled(student, lambda w: w.update({"lm_head.weight": w[EMBEDDING].clone()}))
     same(loaded(node), expected)
     node = spoiled(student, lambda w: w["lm_head.weight"].view(-1)[-1].add_(1))
@@ -305,8 +305,7 @@ def test_pickles_that_are_no_weights(student, content, message, capsys):
         ("FullModelTorchTuneCheckpointer", "the names are Hugging Face's: use"),
     ],
 )
-def test_the_wrong_checkpointer(component, advice):
-    """D4: the message names the right one."""
+def test_the_wrong_checkpointer_is_refused_with_the_right_one(component, advice):
     node = section(STUDENT, _component_=f"torchtune.training.{component}")
     with pytest.raises(UserError, match=advice):
         loaded(node)

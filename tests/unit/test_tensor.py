@@ -29,8 +29,7 @@ def llama(heads, kv_heads):
     ("heads", "kv_heads", "tp", "fits"),
     [(4, 1, 2, "1"), (3, 3, 2, "1 or 3"), (12, 3, 4, "1 or 3"), (8, 4, 3, "1 or 2 or 4")],
 )
-def test_heads_that_do_not_divide(heads, kv_heads, tp, fits):
-    """C1"""
+def test_heads_that_tp_does_not_divide_are_refused_with_the_tp_that_fit(heads, kv_heads, tp, fits):
     with pytest.raises(UserError) as error:
         check_heads(TorchtuneDecoder(llama(heads, kv_heads)), tp, "models.some")
     assert str(error.value) == (
