@@ -82,6 +82,7 @@ def test_the_wheel_holds_recipes_configs_and_models_and_stays_small(wheel):
         "ppl_eval/py.typed",
     ):
         assert name in names
+    assert not [name for name in names if name.startswith("ppl_eval/tools/")]
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ppl_eval"}
     embedded = [i for i in zipfile.ZipFile(wheel).infolist() if "/embedded/" in i.filename]
@@ -102,6 +103,15 @@ def test_what_is_imported_is_declared(source):
     declared = {re.match(r"[\w-]+", line)[0].lower() for line in required if "extra" not in line}
     owners = importlib.metadata.packages_distributions()
     assert {owner.lower() for name in foreign for owner in owners[name]} <= declared
+
+
+def test_nothing_at_run_time_imports_the_tools():
+    """They are not in the wheel."""
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    others = [file for file in sources if file.parent.name != "tools"]
+    assert len(others) > 50
+    for file in others:
+        assert "ppl_eval.tools" not in file.read_text(), file
 
 
 @pytest.mark.parametrize("how", ["wheel", "editable", "folder"])

@@ -1,1 +1,4 @@
-"""Programs that made the embedded checkpoints and their text; a run needs none of them."""
+"""Programs that made the embedded checkpoints and their text.
+
+Only a clone has them: the package imports none of them, and they are not in the wheel.
+"""
