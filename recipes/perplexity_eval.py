@@ -115,7 +115,11 @@ class PerplexityEvalRecipe:
         cfg, bar = self.cfg, None
         if self.is_first:
             bar = ProgressBar(
-                self.num_scored, self.metric_logger, cfg.log_every_n_steps, cfg.log_every_s
+                self.num_scored,
+                self.metric_logger,
+                self.device,
+                every=cfg.log_every_n_steps,
+                every_s=cfg.log_every_s,
             )
         # ranks that share matrices score the same tokens: one of them keeps the records
         repeats = self.meshes is not None and self.meshes.tp.get_local_rank() > 0

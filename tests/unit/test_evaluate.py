@@ -294,7 +294,7 @@ def test_progress_counts_every_token(bytes_model):
     done = [sum(work.plan.num_positions[: p.step]) for p in seen]
     assert [p.share for p in seen] == [n / done[-1] for n in done]
     assert seen[-1].num_scored == result.summary.total.num_scored
-    assert seen[-1].running.compute() == pytest.approx(result.perplexity)
+    assert seen[-1].perplexity() == pytest.approx(result.perplexity)
 
 
 def test_progress_counts_the_noise_floor(bytes_model):

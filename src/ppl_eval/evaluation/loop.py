@@ -36,14 +36,14 @@ class Progress:
         num_scored: tokens that all ranks together have scored so far.
         share: of the run's forward work that all ranks together have done, in input positions; the
             noise floor is part of it.
-        running: sums over this rank's own tokens so far; reading them waits for the device.
+        perplexity: gives that of this rank's own tokens so far; it waits for the device.
     """
 
     step: int
     num_steps: int
     num_scored: int
     share: float
-    running: Perplexity
+    perplexity: Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _teller(
         share = work[min(num_batches + turn * size, len(work)) - 1] / work[-1]
         scored = int(num_scored[num_batches - 1])
         num_steps = plan.num_steps(size)
-        on_step(Progress(step + turn, num_steps, scored, float(share), running))
+        on_step(Progress(step + turn, num_steps, scored, float(share), running.compute))
 
     return tell
 

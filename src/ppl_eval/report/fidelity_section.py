@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppl_eval.data.tokenizer import HFTokenizer
+from ppl_eval.data.tokenizer import HFTokenizer, TextTokenizer
+from ppl_eval.evaluation.workload import Workload
 from ppl_eval.metrics import intervals
 from ppl_eval.metrics.definitions import FIDELITY, mean
 from ppl_eval.metrics.fidelity import SUMS, Fidelity, fidelity_by_position
@@ -80,14 +81,16 @@ def _noise(found: Fidelity) -> dict[str, Any] | None:
     return {"dtype": dtype, "scored_tokens": int(count), **{name: values[name] for name in _NOISE}}
 
 
-def with_texts(tokens: list[dict[str, Any]], workload: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def with_texts(
+    tokens: list[dict[str, Any]], workload: Workload, tokenizer: TextTokenizer
+) -> list[dict[str, Any]]:
     """``worst_tokens`` with what a reader wants to see: the token, what came before it, and what
     each model would have said; of torchtune's tokenizers only the token's id.
 
     Args:
-        tokens: of the section.
-        workload: of :mod:`ppl_eval.evaluation.loop`.
-        tokenizer: the text's.
+        tokens: the ``worst_tokens`` of the section.
+        workload: what was scored.
+        tokenizer: gave the text its tokens.
     """
     # others fail on an id that stands for nothing, which a model may well choose
     decode = tokenizer.decode if isinstance(tokenizer, HFTokenizer) else None

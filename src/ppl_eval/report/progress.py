@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from ppl_eval.evaluation.loop import Progress
 from ppl_eval.plural import counted
+from ppl_eval.report.metric_logger import MetricLogger
 
 logger = logging.getLogger("ppl_eval")
 
@@ -57,18 +59,21 @@ class _Display:
             disable=not (self._on_terminal and logger.isEnabledFor(logging.INFO)),
         )
 
-    def show(self, share: float, line: str, short: str) -> None:
+    def show(self, share: float, line: str, short: str, *, at_once: bool = False) -> None:
         """Show how far it is.
 
         Args:
             share: of the work that is done, above 0.
             line: for the log.
             short: for the bar.
+            at_once: draw the bar even if it was drawn a moment ago.
         """
         now = time.perf_counter()
         left = tqdm.format_interval((now - self._begin) * (1 - share) / share)
         self._bar.set_description_str(f"{short}{left} left", refresh=False)
         self._bar.update(share - self._bar.n)
+        if at_once:
+            self._bar.refresh()
         if not self._on_terminal and now >= self._next_line and share < 1:
             logger.info("%s, %s left", line, left)
             self._next_line = now + self._every_s
@@ -87,20 +92,30 @@ class ProgressBar:
 
     Args:
         num_scored: tokens to score in all.
-        metric_logger: torchtune's interface (``log_dict``).
-        every: steps between two readings of the running perplexity, which wait for the device. On a
-            CPU it is read after every step.
+        metric_logger: hears the running perplexity and the tokens per second.
+        device: where the sums are; on a CPU the running perplexity is read after every step.
+        every: steps between two lines for the metric logger, and on a GPU between two readings of
+            the running perplexity, which wait for it.
         every_s: seconds between two lines.
     """
 
-    def __init__(self, num_scored: int, metric_logger: Any, every: int, every_s: float) -> None:
+    def __init__(
+        self,
+        num_scored: int,
+        metric_logger: MetricLogger,
+        device: torch.device,
+        *,
+        every: int,
+        every_s: float,
+    ) -> None:
         self._num_scored, self._metric_logger, self._every = num_scored, metric_logger, every
+        self._is_cpu = device.type == "cpu"
         self._display = _Display(every_s)
         self._begin = time.perf_counter()
         self._perplexity = self._tokens_per_s = math.nan
 
-    def update(self, progress: Any) -> None:
-        """Note where the run stands (:class:`ppl_eval.evaluation.loop.Progress`)."""
+    def update(self, progress: Progress) -> None:
+        """Note where the run stands."""
         if progress.step <= progress.num_steps:
             self._read(progress)
         done, rate, ppl = progress.num_scored, self._tokens_per_s, f"ppl {self._perplexity:.4g}"
@@ -108,14 +123,15 @@ class ProgressBar:
         line = f"{done:,} of {counted(self._num_scored, 'token')} ({percent})"
         short = f"{_short(done)}/{_short(self._num_scored)} tok, {_short(rate)} tok/s, {ppl}, "
         if done == self._num_scored and progress.share < 1:
-            self._display.show(progress.share, f"noise floor ({percent})", "noise floor, ")
+            line, short = f"noise floor ({percent})", "noise floor, "
+            self._display.show(progress.share, line, short, at_once=True)
         else:
             self._display.show(progress.share, f"{line}, {rate:,.0f} tokens/s, {ppl}", short)
 
-    def _read(self, progress: Any) -> None:
+    def _read(self, progress: Progress) -> None:
         is_due = progress.step % self._every == 0 or progress.step in (1, progress.num_steps)
-        if is_due or progress.running.nll_nats_sum.device.type == "cpu":
-            self._perplexity = progress.running.compute()
+        if is_due or self._is_cpu:
+            self._perplexity = progress.perplexity()
             self._tokens_per_s = progress.num_scored / (time.perf_counter() - self._begin)
         if is_due:
             values = {

@@ -51,7 +51,7 @@ def assemble(
         prepared: the models, the tokenizer and the workload.
         found: what the evaluation found.
         dims: the student's mesh.
-        fingerprints: of :func:`ppl_eval.evaluation.preflight.fingerprints`.
+        fingerprints: name -> hash of what the number depends on.
         seconds: phase of the run -> how long it took; ``evaluate`` is among them.
         peak_memory_gib: the largest of any rank; None where it is not wanted.
         device: where this rank computed.
