@@ -86,10 +86,11 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     from ppl_eval import compat
 
     compat.quiet()
-    from ppl_eval.checkpoint import section as checkpoint
+    from ppl_eval.checkpoint.checkpoint import Checkpoint
     from ppl_eval.config.command_line import load as load_config
-    from ppl_eval.model import build, load
-    from ppl_eval.model.check_config import config_of
+    from ppl_eval.model.build import build_on_meta
+    from ppl_eval.model.check_names import check_names
+    from ppl_eval.model.load import load
     from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
     from ppl_eval.parallel.dims import ParallelDims
     from ppl_eval.parallel.shard import shard_decoder
@@ -101,9 +102,8 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
             "dataset.data_files=unused",
         ]
     )
-    node = checkpoint.complete_checkpointer(cfg.checkpointer)
-    config = config_of(node)
-    model = build.build_on_meta(cfg.model, torch.float32, config)
+    checkpoint = Checkpoint.open(cfg.checkpointer)
+    model = build_on_meta(cfg.model, torch.float32, checkpoint.config)
     if world_size > 1:
         store = f"file://{scratch}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
@@ -113,11 +113,10 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     base, disk_before = rss_anon(), disk_reads()
     with Peak() as peak:
         if loader == "ppl_eval":
-            opened, convert, layout = checkpoint.open_checkpoint(node, config)
-            load.check_names(model, opened, convert, layout)
-            load.load(model, opened, convert, torch.device("cpu"))
+            check_names(model, checkpoint)
+            load(model, checkpoint, torch.device("cpu"))
         else:
-            load_with_torchtune(model, node, sharded=world_size > 1)
+            load_with_torchtune(model, checkpoint, sharded=world_size > 1)
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     shards = sum(local(p).numel() * p.element_size() for p in model.parameters())
     found = {"base": base, "peak": peak.value, "disk": disk_reads() - disk_before}
@@ -129,14 +128,15 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
         dist.destroy_process_group()
 
 
-def load_with_torchtune(model: Any, node: dict[str, Any], *, sharded: bool) -> None:
+def load_with_torchtune(model: Any, checkpoint: Any, *, sharded: bool) -> None:
     """As torchtune's distributed recipes do: the whole state dict on every rank."""
     import torch
     from torchtune.training import FullModelHFCheckpointer, load_from_full_model_state_dict
 
     with tempfile.TemporaryDirectory() as nowhere:
-        arguments = {k: v for k, v in node.items() if k not in ("_component_", "output_dir")}
-        state = FullModelHFCheckpointer(**arguments, output_dir=nowhere).load_checkpoint()["model"]
+        names, kind = [path.name for path in checkpoint.files], checkpoint.model_type
+        theirs = FullModelHFCheckpointer(checkpoint.folder, names, kind, output_dir=nowhere)
+        state = theirs.load_checkpoint()["model"]
     if sharded:
         load_from_full_model_state_dict(model, state, torch.device("cpu"), strict=True)
     else:

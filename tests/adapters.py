@@ -9,11 +9,11 @@ from families import reference, write
 from helpers import peer
 
 from ppl_eval.adapter.check import install, read_adapter, strip
-from ppl_eval.checkpoint.section import complete_checkpointer, open_checkpoint
+from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.check_config import config_of
-from ppl_eval.model.load import check_names, load
+from ppl_eval.model.check_names import check_names
+from ppl_eval.model.load import load
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 TOKENS = torch.randint(3, 500, (2, 23), generator=torch.Generator().manual_seed(7))
@@ -77,22 +77,20 @@ def edit(folder, **changes):
 
 def prepared(node, checkpointer, folder=None, *, merge=True, dtype=torch.float32):
     """Everything that loading needs, as the recipe prepares it."""
-    checkpointer = complete_checkpointer(checkpointer)
-    config = config_of(checkpointer)
-    model = build_on_meta(node, dtype, config)
+    checkpoint = Checkpoint.open(checkpointer)
+    model = build_on_meta(node, dtype, checkpoint.config)
     slots = strip(model)
-    source, convert, layout = open_checkpoint(checkpointer, config)
-    adapter = folder and read_adapter(str(folder), checkpointer, config.values, model, slots)
+    adapter = read_adapter(str(folder), checkpoint, model, slots) if folder else None
     if adapter and not merge:
         install(model, adapter)
-    check_names(model, source, convert, layout, adapter or None)
-    return model, source, convert, adapter or None
+    check_names(model, checkpoint, adapter)
+    return model, checkpoint, adapter
 
 
 def loaded(*args, **options):
     """The model with its weights, and the adapter."""
-    model, source, convert, adapter = prepared(*args, **options)
-    load(model, source, convert, torch.device("cpu"), adapter=adapter)
+    model, checkpoint, adapter = prepared(*args, **options)
+    load(model, checkpoint, torch.device("cpu"), adapter=adapter)
     return model.eval(), adapter
 
 

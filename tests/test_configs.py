@@ -15,6 +15,7 @@ from torchtune._recipe_registry import get_all_recipes
 from torchtune.config._utils import _get_component_from_path as component_from_path
 
 from ppl_eval import shipped
+from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.config_json import NOTHING, interpret
 from ppl_eval.config.checks import leaves
 from ppl_eval.config.command_line import load, read_yaml
@@ -360,7 +361,7 @@ def test_a_config_builds_the_published_model(name, tmp_path):
     assert shapes["layers.0.attn.k_proj.weight"] == (kv_heads * head_dim, dim)
     assert shapes["layers.0.mlp.w1.weight"] == (hidden, dim)
     assert model.max_seq_len == published["max_position_embeddings"]
-    check_against_config(model, config.checkpointer, said(published))
+    check_against_config(model, Checkpoint(config.checkpointer, said(published)))
 
     # and what the folder says leads to the same model, in both layouts of config.json
     moved = {k: v for k, v in published.items() if k not in ("rope_theta", "rope_scaling")}
@@ -372,7 +373,7 @@ def test_a_config_builds_the_published_model(name, tmp_path):
         auto = sections(str(tmp_path))
         auto_model, auto_shapes = built(auto["model"], content)
         assert auto_shapes == shapes
-        check_against_config(auto_model, config.checkpointer, said(content))
+        check_against_config(auto_model, Checkpoint(config.checkpointer, said(content)))
         assert TorchtuneDecoder(model).attentions == TorchtuneDecoder(auto_model).attentions
 
 
@@ -398,7 +399,7 @@ def test_builders_of_torchtune_that_differ_from_the_published_model_are_refused(
     _, published = PUBLISHED[name]
     model, _ = built({"_component_": f"torchtune.models.{component}"}, published)
     with pytest.raises(UserError, match=key):
-        check_against_config(model, {"checkpoint_dir": "DIR"}, said(published))
+        check_against_config(model, Checkpoint({"checkpoint_dir": "DIR"}, said(published)))
 
 
 PAIRS = {

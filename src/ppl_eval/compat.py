@@ -2,9 +2,7 @@
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
-
-from ppl_eval.errors import UserError, one_line
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,19 +34,6 @@ def file_names(checkpoint_files: list[str] | dict[str, str]) -> list[str]:
     if isinstance(checkpoint_files, dict):
         return FormattedCheckpointFiles.from_dict(checkpoint_files).build_checkpoint_filenames()
     return list(checkpoint_files)
-
-
-def load_model_state(checkpointer: Any) -> dict[str, Any]:
-    """``checkpointer.load_checkpoint()["model"]``: torchtune's names -> full tensors.
-
-    Raises:
-        UserError: whatever the checkpointer raises. torchtune reports a tensor that its key maps
-            do not know by a bare ``Exception``.
-    """
-    try:
-        return checkpointer.load_checkpoint()["model"]
-    except Exception as error:
-        raise UserError(f"the checkpoint cannot be loaded: {one_line(error)}") from error
 
 
 def rebuild_rope(model: "nn.Module") -> None:

@@ -56,10 +56,10 @@ def whole(parameter):
 
 def on_mesh(dims, section, node, folder, merge, dtype):
     meshes = dims.build_mesh("cpu")
-    model, source, convert, adapter = prepared(node, section, folder, merge=merge, dtype=dtype)
+    model, checkpoint, adapter = prepared(node, section, folder, merge=merge, dtype=dtype)
     split_decoder(decoder_of(model), meshes.tp)
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(model, source, convert, CPU, adapter=adapter)
+    load(model, checkpoint, CPU, adapter=adapter)
     return model
 
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtune.models.convert_weights import hf_to_tune
 
 from ppl_eval import UserError, shipped
-from ppl_eval.checkpoint import section as checkpoint
-from ppl_eval.checkpoint.config_json import NOTHING
+from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.config.command_line import load as load_config
-from ppl_eval.model import build, load
-from ppl_eval.model.check_config import config_of
+from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.check_names import check_names
+from ppl_eval.model.load import load
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
@@ -26,12 +26,10 @@ NAMES = {"tiny_teacher": "tiny_teacher_ppl_eval", "tiny_student": "tiny_ppl_eval
 
 def prepared(name, folder=None):
     cfg = load_config(["--config", NAMES[name], *([f"checkpoint_dir={folder}"] if folder else [])])
-    node = checkpoint.complete_checkpointer(cfg.checkpointer)
-    config = config_of(node)
-    model = build.build_on_meta(cfg.model, torch.float32, config)
-    opened, convert, layout = checkpoint.open_checkpoint(node, config)
-    load.check_names(model, opened, convert, layout)
-    return model, opened, convert
+    checkpoint = Checkpoint.open(cfg.checkpointer)
+    model = build_on_meta(cfg.model, torch.float32, checkpoint.config)
+    check_names(model, checkpoint)
+    return model, checkpoint
 
 
 def expected(name):
@@ -42,11 +40,11 @@ def expected(name):
 
 def load_sharded(rank, name, dp_replicate):
     """Whether each gathered parameter is the file's, bytes kept, and this rank's own logits."""
-    model, opened, convert = prepared(name)
+    model, checkpoint = prepared(name)
     dims = ParallelDims(dp_replicate=dp_replicate, world_size=dist.get_world_size())
     meshes = dims.build_mesh("cpu")
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load.load(model, opened, convert, torch.device("cpu"))
+    load(model, checkpoint, torch.device("cpu"))
     local = sum(
         (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes()
         for p in model.parameters()
@@ -85,7 +83,7 @@ def load_on_two_axes(rank):
         parallelize_module,
     )
 
-    model, opened, convert = prepared("tiny_teacher")
+    model, checkpoint = prepared("tiny_teacher")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     columns = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
     plan = {name: ColwiseParallel() for name in columns}
@@ -102,7 +100,7 @@ def load_on_two_axes(rank):
         },
     )
     fully_shard(model, mesh=mesh["fsdp"])
-    load.load(model, opened, convert, torch.device("cpu"))
+    load(model, checkpoint, torch.device("cpu"))
     truth = expected("tiny_teacher")
     kinds = {tuple(type(p).__name__ for p in t.placements) for t in model.parameters()}
     assert ("_StridedShard", "Shard") in kinds
@@ -119,9 +117,9 @@ def load_distributed_checkpoint(rank, folder):
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    model, opened, convert = prepared("tiny_teacher")
+    model, checkpoint = prepared("tiny_teacher")
     shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
-    load.load(model, opened, convert, torch.device("cpu"))
+    load(model, checkpoint, torch.device("cpu"))
     state = {"model": model.state_dict(), "epochs_run": 1}
     save(state, storage_writer=FileSystemWriter(f"{folder}/dist_epoch_0"))
 
@@ -133,12 +131,12 @@ def read_distributed_checkpoint(rank, folder):
         "checkpoint_dir": folder,
         "output_dir": None,
     }
-    model = build.build_on_meta(cfg.model, torch.float32, NOTHING)
-    opened, convert, layout = checkpoint.open_checkpoint(node, NOTHING)
-    load.check_names(model, opened, convert, layout)
+    checkpoint = Checkpoint.open(node)
+    model = build_on_meta(cfg.model, torch.float32, checkpoint.config)
+    check_names(model, checkpoint)
     meshes = ParallelDims(world_size=dist.get_world_size()).build_mesh("cpu")
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load.load(model, opened, convert, torch.device("cpu"))
+    load(model, checkpoint, torch.device("cpu"))
     truth = expected("tiny_teacher")
     return [k for k, p in model.named_parameters() if not torch.equal(p.full_tensor(), truth[k])]
 
@@ -149,10 +147,10 @@ def test_a_distributed_checkpoint_on_another_number_of_ranks(tmp_path):
 
 
 def load_damaged(rank, folder):
-    model, opened, convert = prepared("tiny_student", folder)
+    model, checkpoint = prepared("tiny_student", folder)
     shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
     try:
-        load.load(model, opened, convert, torch.device("cpu"))
+        load(model, checkpoint, torch.device("cpu"))
     except UserError as error:
         return str(error)
     return None
@@ -173,7 +171,7 @@ def test_the_rank_that_holds_a_nan_names_it(tmp_path, row, finder):
 def collectives_of_loading(rank):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    model, opened, convert = prepared("tiny_student")
+    model, checkpoint = prepared("tiny_student")
     shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
     seen = []
 
@@ -184,7 +182,7 @@ def collectives_of_loading(rank):
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        load.load(model, opened, convert, torch.device("cpu"))
+        load(model, checkpoint, torch.device("cpu"))
     return seen
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppl_eval.model.load import load
+from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.tensor import split_axes
 
 NAME = "qwen2_5 (biases, untied)"
@@ -41,7 +42,7 @@ def written(tmp_path_factory):
 
 def shard(model, mesh):
     """Parameters as FSDP2 on tensor parallelism leaves them; FSDP2 itself wants a real device."""
-    axes = split_axes(model)
+    axes = split_axes(TorchtuneDecoder(model))
     for path, parameter in list(model.named_parameters()):
         axis = axes.get(path)
         tp = Replicate() if axis is None else Shard(axis)
@@ -85,13 +86,13 @@ def allowed(model, adapter):
 def test_whole_tensors_are_not_uploaded(written, kind, folder, merge):
     node, sections, folders = written
     for rank in (1, 2):
-        model, source, convert, adapter = prepared(
+        model, checkpoint, adapter = prepared(
             node, sections[kind], folders[folder], merge=merge, dtype=torch.bfloat16
         )
         with one_of(FSDP * TP, rank):
             shard(model, DeviceMesh("cuda", torch.arange(FSDP * TP).view(FSDP, TP)))
             with FakeCuda() as cuda:
-                load(model, source, convert, CUDA, adapter=adapter)
+                load(model, checkpoint, CUDA, adapter=adapter)
             shards = [parameter.to_local() for parameter in model.parameters()]
             assert {(shard.device, shard.dtype) for shard in shards} >= {(CUDA, torch.bfloat16)}
             assert sum(shard.numel() for shard in shards) < 0.35 * whole(model)

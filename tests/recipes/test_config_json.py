@@ -22,7 +22,7 @@ from ppl_eval.config.command_line import load as load_config
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.evaluation import preflight
 from ppl_eval.model import from_folder as auto
-from ppl_eval.model.prepare import Layout, prepare_model
+from ppl_eval.model.prepare import prepare_model
 from ppl_eval.shipped import embedded_path
 
 transformers = pytest.importorskip("transformers")
@@ -141,9 +141,9 @@ def ours_says(folder):
     """NLL of each token through auto_ppl_eval's sections, and the notes."""
     found = auto.model_sections(str(folder))
     ready = prepare_model(
-        found["model"], {**found["checkpointer"], "checkpoint_files": None}, torch.float32, Layout()
+        found["model"], {**found["checkpointer"], "checkpoint_files": None}, torch.float32
     )
-    ready.place(None, torch.device("cpu"))
+    ready.load(None, torch.device("cpu"))
     targets = CAUSAL[:, 1:]
     with torch.no_grad():
         return nll_of(
@@ -363,7 +363,7 @@ def test_a_model_section_that_differs_from_config_json(component, changes, messa
     section = {**found["model"], "_component_": f"torchtune.models.{component}", **changes}
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
     with pytest.raises(UserError, match=message):
-        prepare_model(section, checkpointer, torch.float32, Layout())
+        prepare_model(section, checkpointer, torch.float32)
 
 
 def test_an_activation_that_the_builder_lacks_is_refused_with_a_named_builder_too(tmp_path):
@@ -372,7 +372,7 @@ def test_an_activation_that_the_builder_lacks_is_refused_with_a_named_builder_to
     transformers_says(written("llama", {"hidden_act": "gelu"}), tmp_path)
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
     with pytest.raises(UserError, match="hidden_act 'gelu', but torchtune 0.6.1 has"):
-        prepare_model(found["model"], checkpointer, torch.float32, Layout())
+        prepare_model(found["model"], checkpointer, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -398,8 +398,8 @@ def test_trained_weights(kind, changes, tmp_path):
     texts = families.documents(4)
     found = auto.sections(str(tmp_path))
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
-    ready = prepare_model(found["model"], checkpointer, torch.float32, Layout())
-    ready.place(None, torch.device("cpu"))
+    ready = prepare_model(found["model"], checkpointer, torch.float32)
+    ready.load(None, torch.device("cpu"))
     tokenizer = hf_tokenizer(str(tmp_path))
     result = evaluate(ready.model, tokenizer, texts, max_seq_len=200)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

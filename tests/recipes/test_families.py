@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 import families
 
 from ppl_eval import UserError
-from ppl_eval.checkpoint import names as convert
+from ppl_eval.checkpoint import names
 from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, read_model_config
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model import build, corrections, torchtune_decoder
@@ -37,7 +37,7 @@ def test_a_family_equals_transformers(name, tmp_path):
         ("qwen2 (window of 9 from layer 1 on)", corrections, "_windows", lambda c, n: [9] * n),
         (LLAMA3_1, corrections, "_set_rope_scaling", lambda model, config: None),
         (GEMMA2, torchtune_decoder, "soft_capped", lambda logits, soft_cap: logits),
-        (GEMMA2, convert, "renamed", lambda name, kind: name.replace("norm.rms_norm.", "norm.")),
+        (GEMMA2, names, "_corrected", lambda name, kind: name.replace("norm.rms_norm.", "norm.")),
     ],
 )
 def test_each_correction_is_needed(name, module, attribute, broken, tmp_path, monkeypatch):

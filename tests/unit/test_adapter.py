@@ -31,6 +31,7 @@ from ppl_eval import UserError, components
 from ppl_eval.adapter.check import install, strip
 from ppl_eval.adapter.merge import LowRank, merged_shard
 from ppl_eval.checkpoint.weight_files import has_adapter
+from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.parallel.tensor import check_heads, split_axes
 
@@ -593,7 +594,7 @@ def test_patterns_and_layers_are_not_checked_too_far(bases, damage):
 
 def test_unmerged_layers_on_meta(bases, saved):
     node, checkpointer = bases("llama2")
-    model, _, _, adapter = prepared(node, checkpointer, saved["tune"])
+    model, _, adapter = prepared(node, checkpointer, saved["tune"])
     before = dict(model.named_parameters())
     install(model, adapter)
     after = dict(model.named_parameters())
@@ -607,8 +608,9 @@ def test_unmerged_layers_on_meta(bases, saved):
 def test_how_tensor_parallelism_splits_them(bases, saved):
     node, checkpointer = bases("llama2")
     model, *_ = prepared(node, checkpointer, saved["tune"], merge=False)
-    check_heads(model, 2)
-    axes = split_axes(model)
+    decoder = TorchtuneDecoder(model)
+    check_heads(decoder, 2)
+    axes = split_axes(decoder)
     q, w2 = "layers.0.attn.q_proj", "layers.0.mlp.w2"
     assert {name: axes.get(name) for name, _ in model.named_parameters() if name.startswith(q)} == {
         f"{q}.weight": 0,
@@ -628,4 +630,4 @@ def test_how_tensor_parallelism_splits_them(bases, saved):
 
     model.layers[0].mlp.w2.__class__ = Other
     with pytest.raises(UserError, match="how to split layers.0.mlp.w2.weight of a Other is not"):
-        check_heads(model, 2)
+        check_heads(decoder, 2)

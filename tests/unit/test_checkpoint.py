@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ppl_eval import UserError, fingerprint, shipped
-from ppl_eval.checkpoint import section as checkpoint
+from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.weight_files import find_weight_files
 from ppl_eval.config.command_line import load
 from ppl_eval.evaluation import preflight
@@ -94,7 +94,7 @@ def test_one_shard_of_two_by_name(tmp_path):
     names = "checkpointer.checkpoint_files=[ft-model-00001-of-00002.bin]"
     config = load(["--config", "tiny_ppl_eval", f"checkpointer.checkpoint_dir={tmp_path}", names])
     with pytest.raises(UserError, match="ft-model-00002-of-00002.bin is missing"):
-        checkpoint.complete_checkpointer(config.checkpointer)
+        Checkpoint.open(config.checkpointer)
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 538090408\n"
@@ -228,9 +228,7 @@ def test_the_fingerprint_of_other_files(tmp_path):
 
 def model_fingerprint(*overrides):
     config = load(["--config", "tiny_ppl_eval", *overrides])
-    return checkpoint.fingerprint(
-        checkpoint.complete_checkpointer(config.checkpointer), config.model
-    )
+    return Checkpoint.open(config.checkpointer).fingerprint(config.model)
 
 
 def test_the_fingerprint_of_a_model(student):
@@ -269,4 +267,4 @@ def test_a_checkpointer_section_that_cannot_be(change):
     }
     key, value = change.split("=")
     with pytest.raises(UserError, match=bad_sections[change]):
-        checkpoint.complete_checkpointer({**node, key: eval(value)})
+        Checkpoint.open({**node, key: eval(value)})

@@ -1,19 +1,22 @@
 """Weights: every format gives the same model; what is wrong is named before any big read."""
 
 import json
+import random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchtune.models.convert_weights import hf_to_tune, tune_to_meta
+from torchtune.training import FullModelHFCheckpointer
 
 from ppl_eval import UserError, shipped
-from ppl_eval.checkpoint import section as checkpoint
-from ppl_eval.checkpoint import tensor_files as source
+from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.config_json import NOTHING
+from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource
 from ppl_eval.config.command_line import load as load_config
-from ppl_eval.model import build, load
-from ppl_eval.model.check_config import config_of
+from ppl_eval.model.build import build_on_meta
+from ppl_eval.model.check_names import check_names
+from ppl_eval.model.load import load
 
 STUDENT = shipped.embedded_path("tiny_student")
 TEACHER = shipped.embedded_path("tiny_teacher")
@@ -32,15 +35,14 @@ def section(folder, **changes):
 
 def meta_model(name="tiny_ppl_eval", dtype=torch.float32, **changes):
     node = load_config(["--config", name]).model
-    return build.build_on_meta({**node, **changes}, dtype, NOTHING)
+    return build_on_meta({**node, **changes}, dtype, NOTHING)
 
 
 def loaded(node, model=None):
     model = meta_model() if model is None else model
-    node = checkpoint.complete_checkpointer(node)
-    opened, convert, layout = checkpoint.open_checkpoint(node, config_of(node))
-    load.check_names(model, opened, convert, layout)
-    load.load(model, opened, convert, torch.device("cpu"))
+    checkpoint = Checkpoint.open(node)
+    check_names(model, checkpoint)
+    load(model, checkpoint, torch.device("cpu"))
     return dict(model.named_parameters())
 
 
@@ -124,7 +126,7 @@ def test_a_distributed_checkpoint(tmp_path, expected, prefix):
         node = {"_component_": component, "checkpoint_dir": str(where), "output_dir": None}
         same(loaded(node), expected)
     with pytest.raises(UserError, match="holds no distributed checkpoint"):
-        checkpoint.complete_checkpointer({**node, "checkpoint_dir": str(tmp_path / "dist_epoch_9")})
+        Checkpoint.open({**node, "checkpoint_dir": str(tmp_path / "dist_epoch_9")})
     (folder / ".metadata").write_bytes(b"x")
     with pytest.raises(UserError, match="dist_epoch_7 is no distributed checkpoint"):
         loaded(node)
@@ -139,9 +141,51 @@ class OwnCheckpointer:
         return {"model": hf_to_tune(weights, num_heads=8, num_kv_heads=4, dim=64)}
 
 
+def own_checkpointer(name="OwnCheckpointer"):
+    component = f"{__name__}.{name}"
+    return {"_component_": component, "checkpoint_dir": str(STUDENT), "output_dir": None}
+
+
 def test_a_checkpointer_of_ones_own(expected):
-    component = f"{__name__}.OwnCheckpointer"
-    node = {"_component_": component, "checkpoint_dir": str(STUDENT), "output_dir": None}
+    same(loaded(own_checkpointer()), expected)
+
+
+class Forgetful(OwnCheckpointer):
+    def load_checkpoint(self):
+        return super().load_checkpoint()["model"]
+
+
+class Broken(OwnCheckpointer):
+    def load_checkpoint(self):
+        return self.no_such_attribute
+
+
+def test_a_checkpointer_of_ones_own_that_gives_no_state_dict():
+    with pytest.raises(
+        UserError, match=r'load_checkpoint\(\) gives no state dict under the key "mo'
+    ):
+        loaded(own_checkpointer("Forgetful"))
+
+
+def test_an_error_in_a_checkpointer_of_ones_own_keeps_its_traceback():
+    """It is no mistake in the config, and one sentence would hide where it is."""
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        loaded(own_checkpointer("Broken"))
+
+
+class FilesAreNamed(FullModelHFCheckpointer):
+    pass
+
+
+def test_a_checkpointer_of_ones_own_is_given_the_files_that_are_found(expected):
+    component = f"{__name__}.FilesAreNamed"
+    same(loaded(section(STUDENT, _component_=component)), expected)
+
+
+def test_a_section_without_checkpoint_files_reads_the_files_of_the_folder(expected):
+    """It read none, and said that every weight was missing."""
+    node = section(STUDENT)
+    del node["checkpoint_files"]
     same(loaded(node), expected)
 
 
@@ -230,7 +274,7 @@ def test_what_does_not_match_is_listed_before_any_read(
     student, monkeypatch, change, model, message
 ):
     node = spoiled(student, change)
-    monkeypatch.setattr(source.FileSource, "tensors", never_read)
+    monkeypatch.setattr(FileSource, "tensors", never_read)
     with pytest.raises(UserError, match=message):
         loaded(node, meta_model(**model))
 
@@ -271,6 +315,52 @@ def test_files_that_are_cut_short(student, content):
     path.write_bytes(path.read_bytes()[:-10] if content is None else content)
     with pytest.raises(UserError, match="model.safetensors cannot be read as safetensors"):
         loaded(section(student))
+
+
+def damaged(content, count=120):
+    """Copies that are cut short, overwritten, or random, the same in every run."""
+    chance = random.Random(1)
+    for number in range(count):
+        copy = bytearray(content)
+        start = chance.randrange(len(copy))
+        if number % 3 == 0:
+            copy = copy[:start]
+        elif number % 3 == 1:
+            copy[start : start + chance.randrange(30)] = chance.randbytes(chance.randrange(10))
+        else:
+            copy = bytearray(chance.randbytes(chance.randrange(300)))
+        yield bytes(copy)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_damaged_pickle_is_told_in_a_sentence(tmp_path, legacy):
+    """Unpickling it raises whatever it may."""
+    path = tmp_path / "pytorch_model.bin"
+    weights = {f"w{number}": torch.ones(7, 5) for number in range(4)}
+    torch.save(weights, path, _use_new_zipfile_serialization=not legacy)
+    refused = 0
+    for content in damaged(path.read_bytes()):
+        path.write_bytes(content)
+        try:
+            FileSource([path])
+        except UserError:
+            refused += 1
+    assert refused > 80
+
+
+def test_damaged_metadata_of_a_distributed_checkpoint(tmp_path):
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save({"w": torch.ones(7, 5)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    path, refused = tmp_path / ".metadata", 0
+    for content in damaged(path.read_bytes()):
+        path.write_bytes(content)
+        try:
+            DistributedSource(tmp_path)
+        except UserError:
+            refused += 1
+    assert refused > 80
 
 
 class Unsafe:
@@ -332,6 +422,4 @@ def test_config_json_without_sizes(student):
 
 
 def test_the_dtype_of_the_checkpoint():
-    node = checkpoint.complete_checkpointer(section(STUDENT))
-    opened, convert, layout = checkpoint.open_checkpoint(node, config_of(node))
-    assert load.check_names(meta_model(), opened, convert, layout) == "float32"
+    assert check_names(meta_model(), Checkpoint.open(section(STUDENT))) == "float32"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +13,14 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from ppl_eval.adapter import files as adapter_files
 from ppl_eval.adapter import settings as adapter_settings
 from ppl_eval.adapter.files import Contents, Matrices
-from ppl_eval.adapter.merge import LowRank
+from ppl_eval.adapter.merge import Adapter, LowRank
+from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.weight_files import has_adapter
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.plural import some
 
 _HEAD = "output"
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter that fits the model.
-
-    Attributes:
-        folder: where it is.
-        files: what identifies it: its weights, and adapter_config.json if there is one.
-        updates: torchtune's name of the module, such as ``layers.0.attn.q_proj`` -> its update.
-        warnings: what a user should hear before the run, one sentence each.
-        copies: base weights stored beside it, which must be the checkpoint's.
-    """
-
-    folder: Path
-    files: tuple[Path, ...]
-    updates: dict[str, LowRank]
-    warnings: tuple[str, ...]
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def forget(self) -> None:
-        """Let the matrices go, once they are in the model."""
-        self.updates.clear()
-        self.copies.clear()
 
 
 @dataclass(frozen=True)
@@ -89,8 +66,7 @@ def strip(model: nn.Module) -> dict[str, Slot]:
 
 def read_adapter(
     folder: str,
-    checkpointer: Mapping[str, Any],
-    config: Mapping[str, Any],
+    checkpoint: Checkpoint,
     model: nn.Module,
     slots: Mapping[str, Slot],
 ) -> Adapter:
@@ -99,8 +75,7 @@ def read_adapter(
     Args:
         folder: adapter_model.pt, .safetensors or .bin, or torchtune's adapter_N.pt, in torchtune's
             or PEFT's layout, and adapter_config.json, which a lora_* builder can stand in for.
-        checkpointer: section of the base weights; its model_type gives the family.
-        config: config.json of the base weights, or empty.
+        checkpoint: the base weights; their model type gives the family.
         model: without adapters, see :func:`strip`; on meta, not split.
         slots: from :func:`strip`.
 
@@ -122,10 +97,7 @@ def read_adapter(
             " section"
         )
     exported = None if settings is None else adapter_settings.is_by_torchtune(settings)
-    converted = adapter_files.hugging_face_conversion(
-        checkpointer, config, model, exported=exported is True
-    )
-    contents = adapter_files.read_contents(weights, converted, exported=exported)
+    contents = adapter_files.read_contents(weights, checkpoint, model, exported=exported)
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     _check_places(weights, contents, linears, slots, settings)
     updates = {

@@ -1,7 +1,7 @@
 """A LoRA or DoRA adapter on disk, by torchtune or PEFT: in torchtune's names and order of rows."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ppl_eval.checkpoint.names import Convert, convert_one, converter
+from ppl_eval.checkpoint.checkpoint import Checkpoint
+from ppl_eval.checkpoint.names import HUGGING_FACE, Names
 from ppl_eval.checkpoint.tensor_files import FileSource
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted, some
@@ -80,13 +81,14 @@ def weight_file(folder: Path) -> Path | None:
 
 
 def read_contents(
-    path: Path, converted: Callable[[int], Convert], *, exported: bool | None
+    path: Path, checkpoint: Checkpoint, model: Any, *, exported: bool | None
 ) -> Contents:
     """All tensors of an adapter; the names say in which layout they are.
 
     Args:
         path: from :func:`weight_file`.
-        converted: see :func:`hugging_face_conversion`.
+        checkpoint: the base weights.
+        model: a decoder, not split over tp.
         exported: whether, if the layout is PEFT's, torchtune wrote it; None if nothing tells.
 
     Raises:
@@ -113,10 +115,11 @@ def read_contents(
             f"{path} has PEFT's layout and no adapter_config.json, which tells the order of its"
             " rows too: add the one that was written with it"
         )
+    names = _peft_names(checkpoint, model, exported=exported)
     matrices: dict[str, Matrices] = {}
     unknown = []
     for module, parts in modules.items():
-        known = _from_peft(module, parts, converted, magnitude_is_tune=exported)
+        known = _from_peft(module, parts, names, magnitude_is_tune=exported)
         if known is None:
             unknown += [name for name in tensors if f".{module}." in name]
         else:
@@ -127,17 +130,12 @@ def read_contents(
     return Contents(matrices, copies, True)
 
 
-def hugging_face_conversion(
-    checkpointer: Mapping[str, Any], config: Mapping[str, Any], model: Any, *, exported: bool
-) -> Callable[[int], Convert]:
-    """Columns -> conversion of PEFT's matrices, whatever layout the base weights have.
+def _peft_names(checkpoint: Checkpoint, model: Any, *, exported: bool) -> Names:
+    """The names of PEFT's matrices: Hugging Face's, whatever layout the base weights have.
 
-    Args:
-        checkpointer: its ``model_type`` gives the family.
-        config: the checkpoint's config.json; what it lacks is taken from the model.
-        model: a decoder, not split over tp.
-        exported: whether torchtune wrote them. 0.6.1 permutes B of q and k as for Llama in all
-            families that it exports; Qwen 2's weights are not permuted, so PEFT misreads them.
+    What config.json of the base weights lacks is taken from the model. ``exported``: 0.6.1 of
+    torchtune permutes B of q and k as for Llama in all families that it exports; Qwen 2's weights
+    are not permuted, so PEFT misreads them.
     """
     attention = model.layers[0].attn
     sizes = {
@@ -146,10 +144,9 @@ def hugging_face_conversion(
         "head_dim": attention.head_dim,
         "hidden_size": model.tok_embeddings.embedding_dim,
     }
-    node = {**checkpointer, "_component_": "torchtune.training.FullModelHFCheckpointer"}
-    if exported and node.get("model_type") == "QWEN2":
-        node["model_type"] = "LLAMA3"
-    return lambda columns: converter(node, {**sizes, **config}, columns=columns)
+    is_qwen2 = checkpoint.model_type == "QWEN2"
+    model_type = "LLAMA3" if exported and is_qwen2 else checkpoint.model_type
+    return Names(HUGGING_FACE, model_type, {**sizes, **checkpoint.config.values})
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
@@ -200,21 +197,20 @@ def _filled(parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def _from_peft(
     module: str,
     parts: Mapping[str, torch.Tensor],
-    converted: Callable[[int], Convert],
+    names: Names,
     *,
     magnitude_is_tune: bool,
 ) -> dict[str, Matrices] | None:
     """The matrices of one of PEFT's modules: three of Phi 3's qkv_proj, which share their A."""
     whole = _filled(parts)
-    convert = partial(convert_one, name=f"{module}.weight", where="adapter")
-    rows = convert(converted(whole["b"].shape[1]), tensor=whole["b"])
+    convert = partial(names.convert, f"{module}.weight", where="adapter")
+    rows = convert(whole["b"])
     if rows is None:
         return None
     magnitudes: Mapping[str, torch.Tensor] | None = None
     if whole["magnitude"] is not None:
         column: torch.Tensor = whole["magnitude"].unsqueeze(1)
-        known = convert(converted(1), tensor=column)
-        magnitudes = dict.fromkeys(rows, column) if magnitude_is_tune else known
+        magnitudes = dict.fromkeys(rows, column) if magnitude_is_tune else convert(column)
     return {
         name.removesuffix(".weight"): Matrices(
             module, whole["a"], b, magnitudes[name].squeeze(1) if magnitudes else None

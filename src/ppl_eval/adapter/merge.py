@@ -1,14 +1,17 @@
 """W + B A: the update of an adapter, merged into the shard of the weight that a rank keeps."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ppl_eval.parallel.cut import as_shard, own_part
+from ppl_eval.errors import UserError
+from ppl_eval.parallel.cut import as_shard, own_part, own_shard
 
 _BLOCK_ROWS = 1024
+_MATRICES, _DORA_SCALE = ("lora_a.weight", "lora_b.weight"), "dora_scale"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,86 @@ class LowRank:
     magnitude: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that fits the model.
+
+    Attributes:
+        folder: where it is.
+        files: what identifies it: its weights, and adapter_config.json if there is one.
+        updates: torchtune's name of the module, such as ``layers.0.attn.q_proj`` -> its update.
+        warnings: what to tell the user before the run, one sentence each.
+        copies: base weights stored beside it, which must be the checkpoint's.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    updates: dict[str, LowRank]
+    warnings: tuple[str, ...]
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def update_of(self, name: str) -> LowRank | None:
+        """The update of the parameter ``name``, None for none."""
+        return self.updates.get(name.removesuffix(".weight"))
+
+    def unmerged(self) -> list[str]:
+        """Names that the adapter's own parameters have where it is not merged."""
+        return [f"{name}.{key}" for name in self.updates for key in (*_MATRICES, _DORA_SCALE)]
+
+    def shards(
+        self,
+        full: torch.Tensor,
+        name: str,
+        slots: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> dict[str, torch.Tensor] | None:
+        """This rank's shards of a base weight and of the adapter beside it, or of both merged.
+
+        Args:
+            full: the base weight, or (LoRA only) this rank's shard of it.
+            name: its name in the model.
+            slots: the model's parameters by name; those of the adapter are there unless it is to be
+                merged.
+            device: the device of this rank.
+
+        Returns:
+            None if the adapter does not change this weight.
+        """
+        update = self.update_of(name)
+        if update is None:
+            return None
+        module = name.removesuffix("weight")
+        if module + _MATRICES[0] not in slots:
+            return {name: merged_shard(full, update, slots[name], device)}
+        shards = {name: own_shard(full, slots[name], device)}
+        for key, matrix in zip(_MATRICES, (update.a, update.b), strict=True):
+            shards[module + key] = own_shard(matrix, slots[module + key], device)
+        if update.magnitude is not None:
+            slot = slots[module + _DORA_SCALE]
+            scale = _dora_scale(full, update, slot, device)
+            shards[module + _DORA_SCALE] = as_shard(scale.to(slot.dtype), slot)
+        return shards
+
+    def refuse_dora(self) -> None:
+        """Called for a distributed checkpoint.
+
+        Raises:
+            UserError: the adapter is DoRA.
+        """
+        dora = [name for name, update in self.updates.items() if update.magnitude is not None]
+        if dora:
+            raise UserError(
+                f"the adapter is DoRA ({len(dora)} matrices), whose norms need whole rows, but of a"
+                " distributed checkpoint a rank reads its slices only: convert the checkpoint to"
+                " safetensors"
+            )
+
+    def forget(self) -> None:
+        """Let the matrices go, once they are in the model."""
+        self.updates.clear()
+        self.copies.clear()
+
+
 def merged_shard(
     full: torch.Tensor, update: LowRank, slot: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
@@ -36,9 +119,9 @@ def merged_shard(
 
     Args:
         full: the base weight, or (LoRA only) this rank's shard of it.
-        update: of it.
-        slot: plain or a DTensor with any placements; gives the dtype.
-        device: of this rank.
+        update: the update of this weight.
+        slot: the parameter, plain or a DTensor with any placements; gives the dtype.
+        device: the device of this rank.
     """
     part = full.to_local() if isinstance(full, DTensor) else own_part(full, slot)
     b, a = own_part(update.b, slot, 0), own_part(update.a, slot, 1).to(device).double()
@@ -50,13 +133,6 @@ def merged_shard(
     for rows, sums, factors in zip(*blocks, strict=True):
         rows.copy_(sums * factors.unsqueeze(1))
     return as_shard(merged, slot)
-
-
-def dora_scale_shard(
-    full: torch.Tensor, update: LowRank, slot: torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    """This rank's shard of an unmerged layer's ``dora_scale``; see :func:`merged_shard`."""
-    return as_shard(_dora_scale(full, update, slot, device).to(slot.dtype), slot)
 
 
 def _dora_scale(

@@ -1,130 +1,139 @@
 """From a checkpoint's own names to torchtune's, one tensor at a time."""
 
-import inspect
+import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtune.models.convert_weights import hf_to_tune, meta_to_tune
-from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune
-from torchtune.models.phi3._convert_weights import phi3_hf_to_tune
-from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
+from torchtune.models import convert_weights
+from torchtune.models.gemma2 import _convert_weights as gemma2
+from torchtune.models.phi3 import _convert_weights as phi3
+from torchtune.models.qwen2 import _convert_weights as qwen2
 
 from ppl_eval.errors import UserError, one_line
-from ppl_eval.model.corrections import renamed
 
-Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+HUGGING_FACE, META, TORCHTUNE = "Hugging Face", "Meta", "torchtune"
 
-_HF_CONVERSIONS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
-    "GEMMA2": gemma2_hf_to_tune,
-    "PHI3_MINI": phi3_hf_to_tune,
-    "PHI4": phi3_hf_to_tune,
-    "QWEN2": qwen2_hf_to_tune,
-    **dict.fromkeys(("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA"), hf_to_tune),
+_State = dict[str, torch.Tensor]
+_Conversion = tuple[Callable[..., _State], Mapping[str, str | None]]
+
+_META: _Conversion = (convert_weights.meta_to_tune, convert_weights._FROM_META)
+_LLAMA: _Conversion = (convert_weights.hf_to_tune, convert_weights._FROM_HF)
+_PHI3: _Conversion = (phi3.phi3_hf_to_tune, phi3._PHI3_MINI)
+_HF_CONVERSIONS: dict[str, _Conversion] = {
+    "GEMMA2": (gemma2.gemma2_hf_to_tune, gemma2._GEMMA2_FROM_HF),
+    "PHI3_MINI": _PHI3,
+    "PHI4": _PHI3,
+    "QWEN2": (qwen2.qwen2_hf_to_tune, qwen2._FROM_HF),
+    **dict.fromkeys(("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA"), _LLAMA),
 }
-"""checkpointer.model_type -> torchtune's conversion from Hugging Face's names.
+"""checkpointer.model_type -> torchtune's conversion from Hugging Face's names, and the names that
+it knows, with {} for the number of a layer.
 
-They rename, and permute the rows of q and k within each head (not for Qwen 2 and Phi 3, whose
-rotary embedding in torchtune is Hugging Face's); Phi 3's fused tensors are split.
+The conversions rename, and permute the rows of q and k within each head (not for Qwen 2 and Phi 3,
+whose rotary embedding in torchtune is Hugging Face's); Phi 3's fused tensors are split.
 """
 
-FORMATS = {
-    "FullModelHFCheckpointer": "Hugging Face",
-    "FullModelMetaCheckpointer": "Meta",
-    "FullModelTorchTuneCheckpointer": "torchtune",
-}
-"""torchtune's checkpointers whose files we read ourselves -> the layout of their names."""
+_POSITION_TABLES = ("rotary_emb.inv_freq", "rope.freqs")
+"""Parts of names of what the model computes itself."""
 
 
-def converter(
-    checkpointer: Mapping[str, Any], config: Mapping[str, Any], *, columns: int | None = None
-) -> Convert:
-    """The conversion that fits a ``checkpointer`` section.
+@dataclass(frozen=True)
+class Names:
+    """Whose names a checkpoint's tensors have, and which of torchtune's they become.
 
-    Args:
-        checkpointer: its ``_component_`` gives the layout, ``model_type`` the family.
-        config: the checkpoint's config.json; Hugging Face's layout needs its sizes.
-        columns: of the matrices to convert, if they have the rows of a weight and not its columns,
-            as the B of an adapter has.
+    Attributes:
+        layout: ``Hugging Face``, ``Meta`` or ``torchtune``.
+        model_type: the family, as checkpointer.model_type names it.
+        config: config.json, whose sizes Hugging Face's layout needs.
 
     Raises:
         UserError: a family whose text decoder is not among those that are evaluated, or a
             config.json without the sizes.
     """
-    layout = layout_of(checkpointer)
-    model_type = checkpointer.get("model_type")
-    if layout == "Meta":
-        convert: Convert = meta_to_tune
-    elif layout == "Hugging Face":
-        convert = _from_hugging_face(str(model_type), config, columns)
-    else:
-        convert = dict
 
-    def convert_and_rename(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {renamed(name, model_type): tensor for name, tensor in convert(state).items()}
+    layout: str
+    model_type: str | None
+    config: Mapping[str, Any]
 
-    return convert_and_rename
+    def __post_init__(self) -> None:
+        if self.layout != HUGGING_FACE:
+            return
+        if self.model_type not in _HF_CONVERSIONS:
+            raise UserError(
+                f"checkpointer.model_type is {self.model_type}, but text decoders are one of"
+                f" {', '.join(sorted(_HF_CONVERSIONS))}"
+            )
+        sizes = [self.config.get(key) for key in ("num_attention_heads", "hidden_size")]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise UserError(
+                "the checkpoint's config.json does not give num_attention_heads and hidden_size, by"
+                " which its weights are converted"
+            )
+
+    def convert(
+        self, name: str, tensor: torch.Tensor, where: str = "checkpoint"
+    ) -> dict[str, torch.Tensor] | None:
+        """What one tensor becomes: tensors by torchtune's names, as views if that is possible.
+
+        Args:
+            name: the tensor's own name.
+            tensor: the tensor, or one of its shape on the meta device. It may have fewer columns
+                than the weight of that name, as the B of an adapter has.
+            where: what holds the tensor, for the message.
+
+        Returns:
+            None if the name is not known; empty for tables that the model computes itself.
+
+        Raises:
+            UserError: its rows are not those of the heads.
+        """
+        state = {name: tensor}
+        if self.layout != TORCHTUNE:
+            function, known = self._conversion
+            if any(part in name for part in _POSITION_TABLES):
+                return {}
+            if re.sub(r"\.\d+", ".{}", name) not in known:
+                return None
+            try:
+                state = function(state, **self._sizes(tensor))
+            except (RuntimeError, ValueError) as error:  # q, k and fused tensors are cut by head
+                raise UserError(
+                    f"{name} is {tuple(tensor.shape)} in the {where}, which does not go with the"
+                    " heads and sizes in the checkpoint's config.json (are they of one model?):"
+                    f" {one_line(error)}"
+                ) from error
+        return {_corrected(new, self.model_type): value for new, value in state.items()}
+
+    @property
+    def _conversion(self) -> _Conversion:
+        return _META if self.layout == META else _HF_CONVERSIONS[str(self.model_type)]
+
+    def _sizes(self, tensor: torch.Tensor) -> dict[str, int]:
+        """What the conversion has to know of the heads."""
+        if self.layout == META:
+            return {}
+        heads, hidden = self.config["num_attention_heads"], self.config["hidden_size"]
+        kv_heads = self.config.get("num_key_value_heads") or heads
+        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "dim": hidden}
+        if self._conversion is not _PHI3:  # there dim tells where to split
+            sizes["dim"] = tensor.shape[-1] if tensor.ndim else 1
+            sizes["head_dim"] = self.config.get("head_dim") or hidden // heads
+        return sizes
 
 
-def convert_one(
-    convert: Convert, name: str, tensor: torch.Tensor, where: str = "checkpoint"
-) -> dict[str, torch.Tensor] | None:
-    """What one tensor becomes, by torchtune's names; None if its name is not known.
+def _corrected(name: str, model_type: str | None) -> str:
+    """Where a tensor belongs that torchtune's conversion calls ``name``.
 
-    Args:
-        convert: from :func:`converter`.
-        name: the tensor's own.
-        tensor: of that name, on any device.
-        where: it was found, for the message.
-
-    Raises:
-        UserError: its rows are not those of the heads.
+    For Gemma 2 torchtune's map puts the norm before the feed-forward where the one after it
+    belongs, and the other way round. Its final norm moves because the soft cap left it, see
+    :mod:`ppl_eval.model.corrections`.
     """
-    try:
-        return convert({name: tensor})
-    except (RuntimeError, ValueError) as error:  # q, k and fused tensors are cut up by head
-        raise UserError(
-            f"{name} is {tuple(tensor.shape)} in the {where}, which does not go with the heads and"
-            f" sizes in the checkpoint's config.json (are they of one model?): {one_line(error)}"
-        ) from error
-    except Exception as error:
-        if type(error) is not Exception:  # torchtune reports an unknown name by a bare one
-            raise
-        return None
-
-
-def layout_of(checkpointer: Mapping[str, Any]) -> str | None:
-    """``Hugging Face``, ``Meta`` or ``torchtune``, or None for a checkpointer that is not ours."""
-    component = str(checkpointer["_component_"])
-    ours = component.startswith("torchtune.")
-    return FORMATS.get(component.rsplit(".", 1)[-1]) if ours else None
-
-
-def _from_hugging_face(
-    model_type: str, config: Mapping[str, Any], columns: int | None = None
-) -> Convert:
-    if model_type not in _HF_CONVERSIONS:
-        raise UserError(
-            f"checkpointer.model_type is {model_type}, but text decoders are one of"
-            f" {', '.join(sorted(_HF_CONVERSIONS))}"
-        )
-    sizes = [config.get(key) for key in ("num_attention_heads", "hidden_size")]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise UserError(
-            "the checkpoint's config.json does not give num_attention_heads and hidden_size, by"
-            " which its weights are converted"
-        )
-    num_heads, dim = sizes
-    arguments: dict[str, Any] = {
-        "num_heads": num_heads,
-        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
-        "dim": dim,
-        "head_dim": config.get("head_dim"),
-    }
-    function = _HF_CONVERSIONS[model_type]
-    accepted = inspect.signature(function).parameters
-    if columns is not None and "head_dim" in accepted:  # else dim says where to split the rows
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        arguments |= {"dim": columns, "head_dim": head_dim}
-    return partial(function, **{k: v for k, v in arguments.items() if k in accepted})
+    if model_type != "GEMMA2":
+        return name
+    if name == "norm.rms_norm.scale":
+        return "norm.scale"
+    if ".mlp_norm." in name:
+        return name.replace(".mlp_norm.", ".mlp_scale.")
+    return name.replace(".mlp_scale.", ".mlp_norm.")

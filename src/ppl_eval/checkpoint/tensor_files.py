@@ -3,7 +3,10 @@
 Tensors are mapped from their files, so a rank that takes a slice of one reads that slice.
 """
 
+import pickle
 import re
+import struct
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,13 @@ _SAFETENSORS_DTYPES = {
     "BF16": torch.bfloat16,
 }
 
+_UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError),
+    *(ImportError, AssertionError, MemoryError, OverflowError, pickle.UnpicklingError),
+    struct.error,
+)
+"""What reading a damaged pickle raises, also where it states an absurd size."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -27,8 +37,8 @@ class Stored:
 
     Attributes:
         shape: its sizes.
-        dtype: of torch, or the file's own name of one that holds no floating-point numbers.
-        num_bytes: in the file.
+        dtype: a floating-point dtype, or the file's own name of any other.
+        num_bytes: size in the file.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +127,7 @@ class DistributedSource:
         self._folder = folder
         try:
             entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-        except Exception as error:
+        except _UNREADABLE as error:
             raise UserError(f"{folder} is no distributed checkpoint: {one_line(error)}") from error
         self._prefix = "model." if any(name.startswith("model.") for name in entries) else ""
         self.stored = {
@@ -131,17 +141,17 @@ class DistributedSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every (name, tensor), whole."""
         for name, stored in self.stored.items():
-            place = torch.empty(stored.shape, dtype=stored.dtype)  # pyright: ignore
-            self.read_into({name: place})
-            yield name, place
+            tensor = torch.empty(stored.shape, dtype=stored.dtype)  # pyright: ignore
+            self.read_into({name: tensor})
+            yield name, tensor
 
-    def read_into(self, places: dict[str, torch.Tensor]) -> None:
-        """Fill the tensors; of a DTensor the local shard."""
+    def read_into(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill tensors by name; of a DTensor the local shard, of which nothing else is moved."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        state = {self._prefix + name: place for name, place in places.items()}
+        state = {self._prefix + name: tensor for name, tensor in tensors.items()}
         try:
             load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
         except (OSError, CheckpointException) as error:
@@ -182,29 +192,15 @@ def _safe_open(path: Path) -> Any:
 
 def _torch_load(path: Path) -> dict[str, torch.Tensor]:
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):
-            raise _unreadable(path, error) from error
-        # the format before torch 1.6 cannot be mapped
-        state = _torch_load_whole(path)
-    except Exception as error:
-        raise _unreadable(path, error) from error
+        # the format before torch 1.6 is no zip file and cannot be mapped
+        mmap = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except _UNREADABLE as error:
+        reason = re.split(r"\. |\n", one_line(error))[0]
+        raise UserError(f"{path} cannot be loaded with weights_only=True: {reason}") from error
     if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
         raise UserError(
             f"{path} is no state dict of tensors by name: name the file with the model's weights by"
             " checkpointer.checkpoint_files"
         )
     return state
-
-
-def _torch_load_whole(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = re.split(r"\. |\n", one_line(error))[0]
-    return UserError(f"{path} cannot be loaded with weights_only=True: {reason}")

@@ -70,10 +70,10 @@ def _model(ready: PreparedModel, dims: ParallelDims, dtype: str) -> str:
 
 
 def _weights(ready: PreparedModel) -> str:
-    stored = ready.source.stored.values()
+    stored = ready.checkpoint.source.stored.values()
     adapted = "" if ready.adapter is None else f", adapter {ready.adapter.folder}"
     return (
-        f"{ready.checkpointer.get('checkpoint_dir', '')}: {counted(len(stored), 'tensor')},"
+        f"{ready.checkpoint.folder or ''}: {counted(len(stored), 'tensor')},"
         f" {_gib(sum(s.num_bytes for s in stored))} in {ready.checkpoint_dtype}; names and shapes"
         f" match{adapted}"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ppl_eval.adapter.check import strip
+from ppl_eval.checkpoint.checkpoint import config_of
 from ppl_eval.commands.estimate import Estimate, Sizes, estimate
 from ppl_eval.config.command_line import load
 from ppl_eval.config.schema import EvalConfig
@@ -10,7 +11,6 @@ from ppl_eval.data.plan import batch_budget
 from ppl_eval.errors import UserError
 from ppl_eval.evaluation.model_limits import fit_window
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.check_config import read_config_beside
 from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES, device_type
@@ -96,7 +96,7 @@ def _decoders(cfg: EvalConfig) -> list[TorchtuneDecoder]:
         sections.append((cfg.teacher_model, cfg.teacher_checkpointer, own))
     found = []
     for section, checkpointer, dtype in sections:
-        model = build_on_meta(section, DTYPES[dtype], read_config_beside(checkpointer))
+        model = build_on_meta(section, DTYPES[dtype], config_of(checkpointer))
         strip(model)
         found.append(TorchtuneDecoder(model))
     return found

@@ -36,7 +36,7 @@ def load_readers(
     """
     reshard = cfg.parallel.reshard_after_forward
     fp32_logits = cfg.logits_dtype == "fp32"
-    ready.student.place(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
+    ready.student.load(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
     model = ready.student.model
     readers = [Reader(model, decoder_of(model), Groups.of(meshes), fp32_logits)]
     if ready.teacher is None:
@@ -45,7 +45,7 @@ def load_readers(
     if meshes is not None and own_dims != dims:
         meshes = own_dims.build_mesh(device.type, cfg.process_group.timeout_s)
     with of_the_teacher():
-        ready.teacher.place(
+        ready.teacher.load(
             meshes,
             device,
             reshard_after_forward=reshard if own_reshard is None else own_reshard,

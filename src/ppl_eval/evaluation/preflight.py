@@ -22,7 +22,7 @@ from ppl_eval.evaluation.teacher import (
     teacher_degrees,
 )
 from ppl_eval.evaluation.workload import Workload, prepare_workload
-from ppl_eval.model.prepare import Layout, PreparedModel, num_ids, prepare_model
+from ppl_eval.model.prepare import PreparedModel, num_ids, prepare_model
 from ppl_eval.parallel import process_group
 from ppl_eval.plural import counted
 
@@ -74,7 +74,8 @@ def prepare(
         cfg.model,
         cfg.checkpointer,
         dtype,
-        Layout(cfg.parallel.tp, cfg.parallel.cp),
+        tp=cfg.parallel.tp,
+        cp=cfg.parallel.cp,
         adapter_dir=cfg.adapter.dir,
         merge=cfg.adapter.merge,
     )
@@ -119,7 +120,7 @@ def prepare(
     check_known(cfg.fail_if, left_out, cfg.protocol.name)
     warnings = (
         *warnings,
-        *_bos_warnings(student.config.family, protocol),
+        *_bos_warnings(student.checkpoint.config.family, protocol),
         *_loss_warnings(workload),
         *_cut_warnings(workload, getattr(tokenizer, "max_seq_len", None)),
         *_idle_warnings(workload, num_ranks, budget),
@@ -129,10 +130,16 @@ def prepare(
 
 def _teacher(cfg: EvalConfig, dtype: torch.dtype) -> PreparedModel:
     tp, cp = teacher_degrees(cfg)
-    layout = Layout(tp, cp, "teacher_parallel")
     own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
     with of_the_teacher():
-        return prepare_model(cfg.teacher_model, cfg.teacher_checkpointer, own, layout)
+        return prepare_model(
+            cfg.teacher_model,
+            cfg.teacher_checkpointer,
+            own,
+            tp=tp,
+            cp=cp,
+            parallel_key="teacher_parallel",
+        )
 
 
 def _bos_warnings(family: str | None, protocol: Protocol) -> Iterator[str]:

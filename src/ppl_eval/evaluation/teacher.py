@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval import components
+from ppl_eval.checkpoint.checkpoint import config_of
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data import tokenizer as tokenizers
 from ppl_eval.data.tokenizer import HFTokenizer, TextTokenizer
 from ppl_eval.errors import UserError
-from ppl_eval.model.check_config import read_config_beside
 from ppl_eval.model.from_folder import tokenizer_section
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.tensor import ranks_of, tp_groups
@@ -119,7 +119,7 @@ def _teachers_section(
     if moved and all(_is_there(own, its) for own, its in moved):
         return moved, node
     try:
-        return [], tokenizer_section(folder, read_config_beside(cfg.teacher_checkpointer))
+        return [], tokenizer_section(folder, config_of(cfg.teacher_checkpointer))
     except UserError:
         return [], None
 

@@ -1,73 +1,53 @@
 """Does the model section describe the checkpoint? What shapes cannot show, config.json can."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, differs, read_model_config
-from ppl_eval.checkpoint.names import layout_of
+from ppl_eval.checkpoint.checkpoint import Checkpoint
+from ppl_eval.checkpoint.config_json import ModelConfig, differs
 from ppl_eval.errors import UserError
 from ppl_eval.model.attention import Attention
 from ppl_eval.model.torchtune_decoder import CappedHead, TorchtuneDecoder
 
+_LLAMA = {"LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"}
 _CONVERSIONS = {
     "qwen2": {"QWEN2"},
     "phi3": {"PHI3_MINI", "PHI4"},
     "gemma": {"GEMMA"},
     "gemma2": {"GEMMA2"},
-    "llama": {"LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"},
-    "mistral": {"LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"},
-    "ministral": {"LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"},
+    **dict.fromkeys(("llama", "mistral", "ministral"), _LLAMA),
 }
 """config.json's model_type -> model types whose key conversion is right for it."""
 
 
-def check_against_config(
-    model: TransformerDecoder, checkpointer: Mapping[str, Any], config: ModelConfig
-) -> None:
+def check_against_config(model: TransformerDecoder, checkpoint: Checkpoint) -> None:
     """Compare the model with config.json.
 
     A wrong family, number of heads, rotary base, norm epsilon, tying, soft cap or scale of the
     attention loads without complaint and gives a wrong loss; so does a checkpoint with more layers
-    than its config.json has. Where the family is unknown, what
-    config.json does not state is taken as it comes.
+    than its config.json has. Where the family is unknown, what config.json does not state is taken
+    as it comes.
 
     Args:
-        model: built, on meta or not.
-        checkpointer: the checked section.
-        config: config.json of its folder.
+        model: built, on the meta device or not.
+        checkpoint: its checkpoint.
 
     Raises:
         UserError: config.json and the model section differ, naming both values.
     """
-    folder = checkpointer.get("checkpoint_dir")
-    family, model_type = config.family, checkpointer.get("model_type")
-    suited = _CONVERSIONS.get(family or "")
+    config, model_type = checkpoint.config, checkpoint.model_type
+    where = f"{checkpoint.folder}/config.json"
+    suited = _CONVERSIONS.get(config.family or "")
     if suited and model_type is not None and model_type not in suited:
         raise UserError(
-            f"{folder}/config.json is of a {family}, but checkpointer.model_type is {model_type}:"
+            f"{where} is of a {config.family}, but checkpointer.model_type is {model_type}:"
             f" set it to {' or '.join(sorted(suited))}"
         )
     for key, stated, built in _pairs(model, config):
         if stated != built and (None in (stated, built) or abs(stated - built) > 1e-6 * stated):
-            raise differs(f"{folder}/config.json", key, stated, built)
-
-
-def config_of(checkpointer: Mapping[str, Any]) -> ModelConfig:
-    """The config.json beside the weights that a ``checkpointer`` section names."""
-    folder = checkpointer.get("checkpoint_dir")
-    path = Path(folder) / "config.json" if folder else None
-    if path is not None and not path.is_file() and layout_of(checkpointer) == "Hugging Face":
-        raise UserError(f"there is no {path}, which a Hugging Face checkpoint needs")
-    return read_config_beside(checkpointer)
-
-
-def read_config_beside(checkpointer: Mapping[str, Any]) -> ModelConfig:
-    """The config.json of a ``checkpointer`` section's folder, if it has one."""
-    path = Path(checkpointer.get("checkpoint_dir") or "") / "config.json"
-    return read_model_config(path) if path.is_file() else NOTHING
+            raise differs(where, key, stated, built)
 
 
 def _pairs(model: TransformerDecoder, config: ModelConfig) -> Iterator[tuple[str, Any, Any]]:

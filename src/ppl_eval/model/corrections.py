@@ -1,8 +1,8 @@
 """Where torchtune 0.6.1 computes something else than the model: set right here, and only here.
 
 docs/families.md tells each case. A correction changes modules and buffers of a model that was just
-built on the meta device; the names of its parameters stay torchtune's, with one exception that
-``renamed`` gives.
+built on the meta device; the names of its parameters stay torchtune's, but for Gemma 2's, see
+:mod:`ppl_eval.checkpoint.names`.
 """
 
 from typing import Any
@@ -96,21 +96,6 @@ def _uncap_hidden_states(model: TransformerDecoder) -> None:
 def soft_cap_of(norm: Gemma2FinalNorm) -> float | None:
     """The cap of the logits, None for none."""
     return norm.capping_value
-
-
-def renamed(name: str, model_type: str | None) -> str:
-    """Where a tensor belongs that torchtune's key conversion calls ``name``.
-
-    For Gemma 2 torchtune's map puts the norm before the feed-forward where the one after it
-    belongs, and the other way round. Its final norm moves because the soft cap left it.
-    """
-    if model_type != "GEMMA2":
-        return name
-    if name == "norm.rms_norm.scale":
-        return "norm.scale"
-    if ".mlp_norm." in name:
-        return name.replace(".mlp_norm.", ".mlp_scale.")
-    return name.replace(".mlp_scale.", ".mlp_norm.")
 
 
 def _set_rope_scaling(model: TransformerDecoder, config: ModelConfig) -> None:

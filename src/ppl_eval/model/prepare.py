@@ -9,16 +9,15 @@ import torch
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval import fingerprint as fingerprints
-from ppl_eval.adapter.check import Adapter, install, read_adapter, strip
-from ppl_eval.checkpoint import section as checkpoints
-from ppl_eval.checkpoint.config_json import ModelConfig
-from ppl_eval.checkpoint.names import Convert
-from ppl_eval.checkpoint.tensor_files import Source
+from ppl_eval.adapter.check import install, read_adapter, strip
+from ppl_eval.adapter.merge import Adapter
+from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.weight_files import has_adapter
 from ppl_eval.model.build import build_on_meta
-from ppl_eval.model.check_config import check_against_config, config_of
+from ppl_eval.model.check_config import check_against_config
+from ppl_eval.model.check_names import check_names
 from ppl_eval.model.from_folder import check_expressible
-from ppl_eval.model.load import check_names, load
+from ppl_eval.model.load import load
 from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.dims import Meshes
 from ppl_eval.parallel.shard import shard_decoder
@@ -26,43 +25,22 @@ from ppl_eval.parallel.tensor import check_heads, split_decoder
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a model is about to be split, for checks.
-
-    Attributes:
-        tp: ranks that share a matrix.
-        cp: ranks that share a window.
-        key: of the config that says so.
-    """
-
-    tp: int = 1
-    cp: int = 1
-    key: str = "parallel"
-
-
-@dataclass(frozen=True)
 class PreparedModel:
-    """What is ready before any weight is read; the same on every rank.
+    """What is known of a model before any weight is read; the same on every rank.
 
     Attributes:
         section: the model section.
-        checkpointer: the section, its weight files found.
-        config: config.json of the folder.
-        model: on the meta device.
-        source: the checkpoint's tensors, names and shapes checked against the model.
-        convert: from their names to torchtune's.
+        checkpoint: its checkpoint, whose names and shapes fit the model.
+        model: the model, on the meta device.
         checkpoint_dtype: what most of the checkpoint's numbers are.
-        adapter: added to the weights, if there is one.
-        warnings: what a user should hear before the run, one sentence each.
+        adapter: an adapter to add to the weights, if there is one.
+        warnings: what to tell the user before the run, one sentence each.
         notes: what is good to know, one sentence each.
     """
 
     section: Mapping[str, Any]
-    checkpointer: Mapping[str, Any]
-    config: ModelConfig
+    checkpoint: Checkpoint
     model: TransformerDecoder
-    source: Source
-    convert: Convert
     checkpoint_dtype: str
     adapter: Adapter | None = None
     warnings: tuple[str, ...] = ()
@@ -76,12 +54,12 @@ class PreparedModel:
     def fingerprint(self) -> str:
         """Hash of what makes the model: its component, its weights, how they are read, and its
         adapter."""
-        own = checkpoints.fingerprint(self.checkpointer, self.section)
+        own = self.checkpoint.fingerprint(self.section)
         if self.adapter is None:
             return own
         return fingerprints.of(own, fingerprints.of_files(list(self.adapter.files)))
 
-    def place(
+    def load(
         self,
         meshes: Meshes | None,
         device: torch.device,
@@ -97,14 +75,7 @@ class PreparedModel:
             decoder = TorchtuneDecoder(self.model)
             split_decoder(decoder, meshes.tp)
             shard_decoder(decoder, meshes.fsdp, reshard_after_forward=reshard_after_forward)
-        load(
-            self.model,
-            self.source,
-            self.convert,
-            device,
-            adapter=self.adapter,
-            show_progress=show_progress,
-        )
+        load(self.model, self.checkpoint, device, adapter=self.adapter, show_progress=show_progress)
         if self.adapter is not None:
             self.adapter.forget()
 
@@ -113,8 +84,10 @@ def prepare_model(
     section: Mapping[str, Any],
     checkpointer: Mapping[str, Any],
     dtype: torch.dtype,
-    layout: Layout,
     *,
+    tp: int = 1,
+    cp: int = 1,
+    parallel_key: str = "parallel",
     adapter_dir: str | None = None,
     merge: bool = True,
 ) -> PreparedModel:
@@ -123,44 +96,35 @@ def prepare_model(
     Args:
         section: the model section.
         checkpointer: its checkpointer section.
-        dtype: of the parameters.
-        layout: how it is about to be split.
+        dtype: the dtype of the parameters.
+        tp: ranks that will share a matrix.
+        cp: ranks that will share a window.
+        parallel_key: the section of the config that has tp and cp, for messages.
         adapter_dir: folder of a LoRA or DoRA adapter, or None.
         merge: add it to the weights as they are read; False keeps its matrices beside them.
 
     Raises:
         UserError: whatever is wrong with section, checkpoint or adapter.
     """
-    node = checkpoints.complete_checkpointer(checkpointer)
-    config = config_of(node)
+    checkpoint = Checkpoint.open(checkpointer)
     if section["_component_"].startswith("torchtune."):
-        check_expressible(config, Path(node.get("checkpoint_dir") or "") / "config.json")
-    model = build_on_meta(section, dtype, config)
+        check_expressible(checkpoint.config, Path(checkpoint.folder or "") / "config.json")
+    model = build_on_meta(section, dtype, checkpoint.config)
     slots = strip(model)
-    check_against_config(model, node, config)
+    check_against_config(model, checkpoint)
     adapter = None
     if adapter_dir is not None:
-        adapter = read_adapter(adapter_dir, node, config.values, model, slots)
+        adapter = read_adapter(adapter_dir, checkpoint, model, slots)
         if not merge:
             install(model, adapter)
-    check_heads(TorchtuneDecoder(model), layout.tp, section["_component_"], f"{layout.key}.tp")
-    _check_layout(model, layout)
-    source, convert, names_layout = checkpoints.open_checkpoint(node, config)
-    checkpoint_dtype = check_names(model, source, convert, names_layout, adapter)
-    warnings, notes = _about_adapters(node, adapter, bool(slots), section)
-    notes = (*config.notes, *notes)
-    return PreparedModel(
-        section,
-        node,
-        config,
-        model,
-        source,
-        convert,
-        checkpoint_dtype,
-        adapter,
-        warnings,
-        notes,
-    )
+    decoder = TorchtuneDecoder(model)
+    check_heads(decoder, tp, section["_component_"], f"{parallel_key}.tp")
+    if cp > 1:
+        decoder.check_attention(f"{parallel_key}.cp is {cp}", f"{parallel_key}.cp=1")
+    checkpoint_dtype = check_names(model, checkpoint, adapter)
+    warnings, notes = _about_adapters(checkpoint, adapter, bool(slots), section)
+    notes = (*checkpoint.config.notes, *notes)
+    return PreparedModel(section, checkpoint, model, checkpoint_dtype, adapter, warnings, notes)
 
 
 def num_ids(model: TransformerDecoder) -> int:
@@ -168,22 +132,14 @@ def num_ids(model: TransformerDecoder) -> int:
     return model.tok_embeddings.num_embeddings
 
 
-def _check_layout(model: TransformerDecoder, layout: Layout) -> None:
-    """Refuse attention that cannot be split."""
-    if layout.cp > 1:
-        TorchtuneDecoder(model).check_attention(
-            f"{layout.key}.cp is {layout.cp}", f"{layout.key}.cp=1"
-        )
-
-
 def _about_adapters(
-    checkpointer: Mapping[str, Any],
+    checkpoint: Checkpoint,
     adapter: Adapter | None,
     has_slots: bool,
     section: Mapping[str, Any],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(warnings, notes): what is done with an adapter, or with one that lies about."""
-    folder = checkpointer.get("checkpoint_dir")
+    folder = checkpoint.folder
     beside = folder is not None and has_adapter(Path(folder))
     if adapter is not None:
         if not beside:

@@ -88,7 +88,7 @@ def assemble(
     its = measured(found.teacher)
     content["teacher"] = {
         "model": teacher.component,
-        "checkpoint_dir": teacher.checkpointer.get("checkpoint_dir"),
+        "checkpoint_dir": teacher.checkpoint.folder,
         "checkpoint_dtype": teacher.checkpoint_dtype,
         "dtype": cfg.teacher_dtype or cfg.dtype,
         "mesh": _mesh(teacher_dims(cfg, dims)),

@@ -1,0 +1,208 @@
+"""A checkpoint: what a ``checkpointer`` section names, found and read once."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ppl_eval import compat, components
+from ppl_eval import fingerprint as fingerprints
+from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, read_model_config
+from ppl_eval.checkpoint.names import HUGGING_FACE, META, TORCHTUNE, Names
+from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, Source, StateSource
+from ppl_eval.checkpoint.weight_files import check_shards, find_weight_files, need_folder
+from ppl_eval.errors import UserError
+from ppl_eval.files import refuse_lfs_pointer
+from ppl_eval.plural import some
+
+LAYOUTS = {
+    "FullModelHFCheckpointer": HUGGING_FACE,
+    "FullModelMetaCheckpointer": META,
+    "FullModelTorchTuneCheckpointer": TORCHTUNE,
+    "DistributedCheckpointer": TORCHTUNE,
+}
+"""torchtune's checkpointers -> whose names the tensors in their files have."""
+
+_OF_TRAINING = (
+    "adapter_checkpoint",
+    "recipe_checkpoint",
+    "resume_from_checkpoint",
+    "should_load_recipe_state",
+)
+"""Arguments of torchtune's checkpointers that would name what an evaluation does not load."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The checkpoint that a ``checkpointer`` section names.
+
+    torchtune's own checkpointers are not called, since they read everything on every rank: their
+    files are read here. Any other component is called, and its whole state dict is taken.
+
+    Attributes:
+        section: the section.
+        config: what config.json in its folder says.
+        files: the weight files; empty for a component of one's own that does not name any.
+    """
+
+    section: Mapping[str, Any]
+    config: ModelConfig
+    files: tuple[Path, ...] = ()
+
+    @classmethod
+    def open(cls, section: Mapping[str, Any]) -> "Checkpoint":
+        """Check a section, find its files, and read config.json; no weight is read.
+
+        Raises:
+            UserError: no folder, no files, a config.json that cannot be read, a model type that
+                torchtune does not know, or an argument that only training uses.
+        """
+        _check_arguments(section)
+        files = _files(section)
+        folder = section.get("checkpoint_dir")
+        if _layout(section) == HUGGING_FACE and not Path(folder or "", "config.json").is_file():
+            raise UserError(
+                f"there is no {folder}/config.json, which a Hugging Face checkpoint needs"
+            )
+        return cls(section, config_of(section), files)
+
+    @property
+    def folder(self) -> str | None:
+        """``checkpoint_dir`` as the section gives it."""
+        return self.section.get("checkpoint_dir")
+
+    @property
+    def model_type(self) -> str | None:
+        """torchtune's name for the family, which gives the conversion of the names."""
+        return self.section.get("model_type")
+
+    @cached_property
+    def names(self) -> Names:
+        """Whose names the tensors have, and what they become.
+
+        Raises:
+            UserError: a family that is not evaluated.
+        """
+        return Names(_layout(self.section) or TORCHTUNE, self.model_type, self.config.values)
+
+    @cached_property
+    def source(self) -> Source:
+        """The checkpoint's tensors: their names and shapes are read here, their values later.
+
+        Raises:
+            UserError: a file that cannot be read, or a component that gives no state dict.
+        """
+        if _kind(self.section) == "DistributedCheckpointer":
+            return DistributedSource(self.files[0].parent)
+        if _layout(self.section) is not None:
+            return FileSource(self.files)
+        return StateSource(self._loaded_state())
+
+    def _loaded_state(self) -> dict[str, Any]:
+        """What a checkpointer of one's own loads. What it raises is shown with its traceback."""
+        more: dict[str, Any] = {}
+        if self.files and not self.section["checkpoint_files"]:
+            more["checkpoint_files"] = [path.name for path in self.files]
+        # one of torchtune's kind makes its output_dir at once; nothing is written to it
+        with tempfile.TemporaryDirectory() as nowhere:
+            if "output_dir" in self.section:
+                more["output_dir"] = nowhere
+            checkpointer = components.build(self.section, "checkpointer", **more)
+            components.need(checkpointer, "checkpointer", "load_checkpoint")
+            loaded = checkpointer.load_checkpoint()
+        if not isinstance(loaded, Mapping) or not isinstance(loaded.get("model"), Mapping):
+            raise UserError(
+                f"checkpointer ({self.section['_component_']}).load_checkpoint() gives no state"
+                ' dict under the key "model": return {"model": tensors by torchtune\'s names}'
+            )
+        return dict(loaded["model"])
+
+    def fingerprint(self, model_section: Mapping[str, Any]) -> str:
+        """Hash of what makes a model: its component, its weights, and how they are read.
+
+        Args:
+            model_section: the ``model`` section. Where the folder is does not count.
+        """
+        paths = list(self.files)
+        if self.folder and Path(self.folder, "config.json").is_file():
+            paths.append(Path(self.folder, "config.json"))
+        places = ("checkpoint_dir", "checkpoint_files", "output_dir") if paths else ()
+        reading = {key: value for key, value in self.section.items() if key not in places}
+        return fingerprints.of(model_section, reading, fingerprints.of_files(paths))
+
+
+def config_of(section: Mapping[str, Any]) -> ModelConfig:
+    """What config.json in the folder of a ``checkpointer`` section says, if there is one."""
+    path = Path(section.get("checkpoint_dir") or "") / "config.json"
+    return read_model_config(path) if path.is_file() else NOTHING
+
+
+def _kind(section: Mapping[str, Any]) -> str | None:
+    """Name of torchtune's checkpointer, None for a component of one's own."""
+    package, _, name = str(section["_component_"]).rpartition(".")
+    return name if package.split(".")[0] == "torchtune" and name in LAYOUTS else None
+
+
+def _layout(section: Mapping[str, Any]) -> str | None:
+    return LAYOUTS.get(_kind(section) or "")
+
+
+def _check_arguments(section: Mapping[str, Any]) -> None:
+    for name in _OF_TRAINING:
+        if section.get(name):
+            raise UserError(
+                f"checkpointer.{name} is {section[name]!r}, but a checkpointer reads full weights"
+                " here: remove it, point checkpoint_dir at them, and adapter.dir at an adapter"
+            )
+    has_folder = "checkpoint_dir" in section or _kind(section) is not None
+    if has_folder and not isinstance(section.get("checkpoint_dir"), str):
+        raise UserError(
+            f"checkpointer.checkpoint_dir is {section.get('checkpoint_dir')!r}, but it is the"
+            " folder with the weights: set checkpointer.checkpoint_dir=DIR"
+        )
+    model_types = compat.model_types()
+    if section.get("model_type", model_types[0]) not in model_types:
+        raise UserError(
+            f"checkpointer.model_type is {section['model_type']!r}, but it is one of"
+            f" {', '.join(model_types)}"
+        )
+    if not isinstance(section.get("output_dir", ""), str | None):
+        raise UserError(f"checkpointer.output_dir is {section['output_dir']!r}, but it is a folder")
+
+
+def _files(section: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The weight files, which are there."""
+    kind = _kind(section)
+    if kind == "DistributedCheckpointer":
+        return tuple(sorted(_newest_epoch(Path(section["checkpoint_dir"])).iterdir()))
+    if kind is None and not {"checkpoint_dir", "checkpoint_files"} <= set(section):
+        return ()
+    folder = Path(section["checkpoint_dir"])
+    files = section.get("checkpoint_files") or find_weight_files(folder)
+    if not isinstance(files, dict) and not (
+        isinstance(files, list) and all(isinstance(name, str) for name in files)
+    ):
+        raise UserError(f"checkpointer.checkpoint_files is {files!r}, but it is a list of names")
+    need_folder(folder, "checkpointer.checkpoint_dir")
+    paths = [folder / name for name in compat.file_names(files)]
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
+        raise UserError(f"{folder} lacks weight files that are asked for: {some(absent)}")
+    check_shards([path.name for path in paths])
+    for path in paths:
+        refuse_lfs_pointer(path)
+    return tuple(paths)
+
+
+def _newest_epoch(folder: Path) -> Path:
+    """The folder itself, or its ``dist_epoch_N`` with the largest N that is complete."""
+    if (folder / ".metadata").is_file():
+        return folder
+    epochs = [path.parent for path in folder.glob("dist_epoch_*/.metadata")]
+    if not epochs:
+        raise UserError(
+            f"{folder} holds no distributed checkpoint: no .metadata, and no dist_epoch_N with one"
+        )
+    return max(epochs, key=lambda path: int(path.name.rsplit("_", 1)[-1]))
