@@ -21,6 +21,15 @@ def _from_env(variable: str, name: str) -> Path:
     return path
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Skips for want of GPUs are one line of the summary, not one for each test."""
+    report = yield
+    if report.skipped and item.get_closest_marker("gpu"):
+        report.longrepr = (__file__, 1, report.longrepr[2])
+    return report
+
+
 @pytest.fixture(scope="session")
 def real_model():
     """Name -> folder of a real checkpoint, or a skip that says what is missing."""

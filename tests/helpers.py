@@ -95,7 +95,7 @@ def tokens_of(targets, scored):
         document_N=row,
         position_N=column + 1,
         context_N=column + 1,
-        window_W=torch.arange(len(scored)),
+        window_W=torch.arange(len(scored), device=scored.device),
         num_tokens_W=scored.sum(dim=1),
     )
 
@@ -104,7 +104,7 @@ def nll_of(model, inputs, targets, scored, **options):
     """NLL [B, T] of the scored targets by the product, 0 elsewhere."""
     reader = Reader(model, decoder_of(model), **options)
     nll = reader.nll(inputs, tokens_of(targets, scored))
-    return torch.zeros(targets.shape, dtype=nll.dtype).masked_scatter(scored, nll)
+    return nll.new_zeros(targets.shape).masked_scatter(scored, nll)
 
 
 def oracle(model, windows):

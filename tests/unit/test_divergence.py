@@ -9,12 +9,19 @@ from ppl_eval.score import divergence
 from ppl_eval.score.divergence import COLUMNS, Ids, compare_logits_
 
 
-def compare(student, teacher, targets=None, shared=None):
-    if targets is None:
-        targets = torch.zeros(len(student), dtype=torch.int64)
-    ids = Ids(0, shared or min(student.shape[1], teacher.shape[1]))
-    values = compare_logits_(student.clone(), teacher.clone(), targets, ids)
-    return dict(zip(COLUMNS, values, strict=True))
+@pytest.fixture
+def compare(device):
+    """Column -> values of each row, compared on ``device``."""
+
+    def on_device(student, teacher, targets=None, shared=None):
+        if targets is None:
+            targets = torch.zeros(len(student), dtype=torch.int64)
+        ids = Ids(0, shared or min(student.shape[1], teacher.shape[1]))
+        logits = (each.to(device, copy=True) for each in (student, teacher))
+        values = compare_logits_(*logits, targets.to(device), ids)
+        return dict(zip(COLUMNS, values.cpu(), strict=True))
+
+    return on_device
 
 
 def defined(student, teacher, targets, shared):
@@ -25,7 +32,7 @@ def defined(student, teacher, targets, shared):
     def kl(a, b):
         return (a.exp() * (a - b)).sum(dim=1)
 
-    rows = torch.arange(len(targets))
+    rows = torch.arange(len(targets), device=targets.device)
     return {
         "nll_nats": -student.log_softmax(dim=1)[rows, targets],
         "teacher_nll_nats": -teacher.log_softmax(dim=1)[rows, targets],
@@ -41,7 +48,7 @@ def defined(student, teacher, targets, shared):
     }
 
 
-def test_equal_logits():
+def test_equal_logits(compare):
     """A cross-entropy, sold as a KL, would give the entropy here."""
     logits = torch.randn(7, 101) * 5
     found = compare(logits, logits)
@@ -52,7 +59,7 @@ def test_equal_logits():
     assert torch.equal(found["teacher_entropy"], found["student_entropy"])
 
 
-def test_a_uniform_student_of_a_certain_teacher():
+def test_a_uniform_student_of_a_certain_teacher(compare):
     student, teacher = torch.zeros(1, 8, dtype=torch.float64), torch.full((1, 8), -1e3).double()
     teacher[0, 3] = 1e3
     found = compare(student, teacher, torch.tensor([3]))
@@ -67,7 +74,7 @@ def test_a_uniform_student_of_a_certain_teacher():
     assert float(found["teacher_confidence"]) == 1
 
 
-def test_distributions_that_do_not_meet():
+def test_distributions_that_do_not_meet(compare):
     student, teacher = torch.tensor([[200.0, 0, 0]]), torch.tensor([[0, 0, 200.0]])
     found = compare(student, teacher)
     assert float(found["kl_teacher_student"]) == pytest.approx(200, rel=1e-6)
@@ -78,7 +85,7 @@ def test_distributions_that_do_not_meet():
 
 @pytest.mark.parametrize("vocabulary", [5, 7, 101, 70_000])
 @pytest.mark.parametrize("distance", [1e-3, 0.1, 3.0])
-def test_against_definitions(vocabulary, distance):
+def test_against_definitions(compare, device, vocabulary, distance):
     """In float64 to its precision; in float32 no farther from the truth than the definitions are
     when they are computed in float32."""
     generator = torch.Generator().manual_seed(vocabulary)
@@ -88,16 +95,16 @@ def test_against_definitions(vocabulary, distance):
     truth = defined(student.double(), teacher.double(), targets, vocabulary)
     in_float64 = compare(student.double(), teacher.double(), targets)
     in_float32 = compare(student, teacher, targets)
-    plain = defined(student, teacher, targets, vocabulary)
+    plain = defined(*(each.to(device) for each in (student, teacher, targets)), vocabulary)
     for name, expected in truth.items():
         torch.testing.assert_close(in_float64[name], expected, rtol=1e-11, atol=1e-14)
         error = (in_float32[name] - expected).abs().mean()
-        allowed = (plain[name] - expected).abs().mean() + 1e-7 * expected.abs().mean()
+        allowed = (plain[name].cpu() - expected).abs().mean() + 1e-7 * expected.abs().mean()
         assert error <= allowed, name
 
 
 @pytest.mark.parametrize("sizes", [(128, 136), (136, 128), (101, 100)])
-def test_rows_that_only_one_model_has(sizes):
+def test_rows_that_only_one_model_has(compare, sizes):
     """Over the ids that both have; each loss over all of its own."""
     student, teacher = (torch.randn(6, size, dtype=torch.float64) * 3 for size in sizes)
     student[:, -1] += 4  # what is left out has weight
@@ -107,7 +114,7 @@ def test_rows_that_only_one_model_has(sizes):
         torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_small_divergence_is_not_lost():
+def test_a_small_divergence_is_not_lost(compare):
     """fp32 logits that differ by little: the plain sum of p (ln p - ln q) is off by far more."""
     torch.manual_seed(0)
     teacher = (torch.randn(200, 5000) * 4).round(decimals=3)
@@ -122,10 +129,10 @@ def test_a_small_divergence_is_not_lost():
     assert abs(plain / expected - 1) > 1e-2
 
 
-def test_rows_are_taken_in_blocks(monkeypatch):
+def test_rows_are_taken_in_blocks(compare, device, monkeypatch):
     student, teacher = torch.randn(50, 33), torch.randn(50, 33)
     targets = torch.randint(0, 33, (50,))
     whole = compare(student, teacher, targets)
-    monkeypatch.setattr(divergence, "BLOCK_ELEMENTS", {"cpu": 100})
+    monkeypatch.setattr(divergence, "BLOCK_ELEMENTS", {device: 100})
     for name, values in compare(student, teacher, targets).items():
         assert torch.equal(values, whole[name]), name

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from ppl_eval import Perplexity
 
 
-def test_uniform_logits_give_the_vocabulary_size():
-    metric = Perplexity().update_from_logits(torch.zeros(2, 9, 509), torch.zeros(2, 9).long())
+def test_uniform_logits_give_the_vocabulary_size(device):
+    logits = torch.zeros(2, 9, 509, device=device)
+    metric = Perplexity(device)
+    metric.update_from_logits(logits, torch.zeros(2, 9, device=device).long())
     assert metric.compute() == pytest.approx(509, rel=1e-6)
 
 
@@ -82,13 +84,12 @@ def test_many_small_updates_are_not_lost_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_scored_in_fp32(dtype):
+def test_half_precision_logits_are_scored_in_fp32(dtype, device):
     torch.manual_seed(0)
     logits, labels = (torch.randn(50, 300) * 5).to(dtype), torch.randint(300, (50,))
     truth = F.cross_entropy(logits.double(), labels).exp().item()
-    assert Perplexity().update_from_logits(logits, labels).compute() == pytest.approx(
-        truth, rel=1e-6
-    )
+    metric = Perplexity(device).update_from_logits(logits.to(device), labels.to(device))
+    assert metric.compute() == pytest.approx(truth, rel=1e-6)
 
 
 @pytest.mark.parametrize(
