@@ -15,6 +15,7 @@ import sys
 import threading
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
@@ -670,6 +671,11 @@ def test_a_bad_file_is_not_reported_by_datasets_as_well(write, capfd):
 def test_python_rows_are_checked(row):
     with pytest.raises(UserError, match="document 1 is"):
         as_documents(["a", row])
+
+
+def test_a_document_that_comes_as_tokens_keeps_them():
+    (document,) = as_documents([Document("", 7, "d", tokens=np.arange(3, dtype=np.int32))])
+    assert (document.id, document.domain, document.tokens.tolist()) == (7, "d", [0, 1, 2])
 
 
 def test_no_documents_at_all():

@@ -22,7 +22,7 @@ def collate(
     Args:
         number: which batch; None gives one row of one position with nothing scored.
         plan: batches of the whole corpus.
-        windows: of the whole corpus.
+        windows: windows of the whole corpus.
         corpus: gives the ids.
         protocol: gives the tokens of a document and what comes before a window.
     """

@@ -114,7 +114,7 @@ def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
 
     Args:
         node: the component.
-        key: of the config, for errors.
+        key: the config key that holds it, for errors.
         tokenizer: the model's.
 
     Raises:
@@ -245,7 +245,7 @@ def _time_notes(table: Any, labels: Sequence[str | None], origin: str) -> tuple[
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """No progress bar where nobody looks, and no error message beside ours."""
+    """No progress bar where nobody looks, and no error message but ours."""
     from datasets.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -224,7 +224,7 @@ def _as_document(number: int, row: Any) -> Document:
     if isinstance(row, str):
         return Document(row)
     if isinstance(row, Document) and isinstance(row.text, str):
-        return Document(row.text, _own_id(row.id), _own_domain(row.domain))
+        return replace(row, id=_own_id(row.id), domain=_own_domain(row.domain))
     if isinstance(row, Mapping) and "tokens" in row:
         return _as_tokens(number, row)
     if isinstance(row, Mapping) and isinstance(row.get("text"), str):

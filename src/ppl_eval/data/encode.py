@@ -214,19 +214,14 @@ def encode_corpus(
             " do all nodes read the same files?"
         )
     encoder = Encoder(tokenizer, vocab_size, protocol.added)
+    is_shared = len(documents) >= size > 1 and protocol.separator is None
+    runs = _runs(len(documents), *((rank, size) if is_shared else (0, 1)))
     counts = np.zeros((6, len(documents)), dtype=np.int64)
     ids: OrderedDict[int, np.ndarray] = OrderedDict()
-    is_shared = len(documents) >= size > 1 and protocol.separator is None
     failure = SharedFailure()
     with failure:
-        runs = _share(len(documents), *((rank, size) if is_shared else (0, 1)))
         for numbers in runs:
-            chosen = documents[numbers.start : numbers.stop]
-            contents = [_content(document, n) for n, document in zip(numbers, chosen, strict=True)]
-            encoded = encoder.ids(chosen, numbers)
-            ids.update(zip(numbers, encoded, strict=True))
-            for n, document, content in zip(numbers, chosen, contents, strict=True):
-                counts[:, n] = _counts(document, content, ids[n], tokenizer, protocol.rule)
+            _count(documents, numbers, encoder, protocol.rule, counts, ids)
             if on_encode is not None:
                 on_encode(len(ids), sum(map(len, runs)))
     if failure.error is not None:
@@ -259,8 +254,8 @@ def encode_corpus(
     )
 
 
-def _share(num_documents: int, rank: int, size: int) -> list[range]:
-    """Runs of document numbers that a rank tokenises, as many documents on each as can be."""
+def _runs(num_documents: int, rank: int, size: int) -> list[range]:
+    """Numbers of the documents that a rank tokenises, as many on each rank as can be."""
     length = max(1, min(_SHARE, num_documents // size))
     return [
         range(start, min(start + length, num_documents))
@@ -268,20 +263,27 @@ def _share(num_documents: int, rank: int, size: int) -> list[range]:
     ]
 
 
-def _counts(
-    document: Document,
-    content: bytes,
-    ids: np.ndarray,
-    tokenizer: TextTokenizer,
+def _count(
+    documents: Sequence[Document],
+    numbers: range,
+    encoder: Encoder,
     rule: Rule,
-) -> tuple[int, ...]:
-    """Tokens, bytes, characters, words and lost bytes of a document, and a hash of its content."""
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    key = int(np.frombuffer(digest, dtype=np.int64)[0])
-    if document.tokens is not None:
-        return len(ids), 0, 0, 0, 0, key
-    lost = getattr(tokenizer, "lost_bytes", lambda text: 0)(document.text)
-    return len(ids), len(content), len(document.text), rule.count_words(document.text), lost, key
+    counts: np.ndarray,
+    ids: dict[int, np.ndarray],
+) -> None:
+    """Tokenise some documents: ``ids`` gets the ids of each, its column of ``counts`` the tokens,
+    bytes, characters, words and lost bytes, and a hash of its content."""
+    chosen = documents[numbers.start : numbers.stop]
+    contents = [_content(document, n) for n, document in zip(numbers, chosen, strict=True)]
+    ids.update(zip(numbers, encoder.ids(chosen, numbers), strict=True))
+    lost_bytes = getattr(encoder.tokenizer, "lost_bytes", lambda text: 0)
+    for n, document, content in zip(numbers, chosen, contents, strict=True):
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        counts[0, n] = len(ids[n])
+        counts[5, n] = np.frombuffer(digest, dtype=np.int64)[0]
+        if document.tokens is None:
+            text = document.text
+            counts[1:5, n] = len(content), len(text), rule.count_words(text), lost_bytes(text)
 
 
 def _extremes(values: np.ndarray, group: dist.ProcessGroup | None) -> tuple[np.ndarray, np.ndarray]:

@@ -24,13 +24,13 @@ class Rule:
     """What is particular to a protocol.
 
     Attributes:
-        windows: from tokens by document and the protocol to windows.
-        max_seq_len: where the config says null.
+        windows: makes windows of the number of tokens of each document (int64 [documents]).
+        max_seq_len: tokens of a window, where the config says null.
         separator: joins all texts into one stream, where the config says null; None keeps documents
             apart.
-        strides: whether ``stride`` means something.
+        strides: whether the protocol has a ``stride``.
         opens_with_bos: a wanted BOS is a token of the document, scored once, not a lead of windows.
-        count_words: of a text.
+        count_words: how many words a text has.
         quirks: what a reader has to know of the number, in sentences.
     """
 
@@ -164,7 +164,7 @@ class Protocol:
 
     @property
     def window_tokens(self) -> int:
-        """Tokens that fit into a window beside a BOS."""
+        """Tokens that fit into a window, without its BOS."""
         return self.max_seq_len - (self.bos_id is not None)
 
     @property

@@ -51,7 +51,7 @@ def of_files(splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> Mapping[
         wanted: which columns.
 
     Raises:
-        UserError: what cannot be read, with its place; a cache that cannot be written.
+        UserError: what cannot be read, naming file and line; a cache that cannot be written.
     """
     files = [file for found in splits.values() for file in found]
     try:

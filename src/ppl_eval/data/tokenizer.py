@@ -166,8 +166,8 @@ class HFTokenizer:
                 kept.update(range(begin, end))
         return sum(
             len(character.encode())
-            for place, character in enumerate(text)
-            if place not in kept and not character.isspace()
+            for number, character in enumerate(text)
+            if number not in kept and not character.isspace()
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

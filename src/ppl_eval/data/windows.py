@@ -1,7 +1,7 @@
 """The rules behind the protocols: token counts of documents -> windows. Pure functions.
 
 docs/protocols.md defines each in words. All take the tokens by document (int64 [documents]) and the
-tokens that fit into a window beside what is put before it.
+tokens that fit into a window, without what is put before it.
 """
 
 from dataclasses import dataclass

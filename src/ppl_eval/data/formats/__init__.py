@@ -23,8 +23,8 @@ def read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
     """The rows of several files.
 
     Args:
-        files: of one loader.
-        wanted: which columns.
+        files: what is read, all by one loader.
+        wanted: which columns are read.
 
     Yields:
         ``pyarrow.Table`` with the columns text, id and domain (large_string).
