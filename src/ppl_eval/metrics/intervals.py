@@ -39,7 +39,7 @@ def jackknife(by_document: np.ndarray, function: Function) -> tuple[np.ndarray, 
 
     Args:
         by_document: what is summed (float64 [documents, columns]); at least 2 documents.
-        function: of the sums.
+        function: what is wanted, of the sums.
     """
     sums = by_document.sum(axis=0)
     count = len(by_document)
@@ -110,9 +110,9 @@ def paired_log_ratio(
     two perplexities.
 
     Args:
-        nll_sum: NLL by document (float64 [documents]).
-        other_nll_sum: the other model's.
-        weight: what both divide by: scored tokens or bytes by document.
+        nll_sum: NLL of the first model by document (float64 [documents]).
+        other_nll_sum: NLL of the second model.
+        weight: what both are divided by: scored tokens or bytes by document.
 
     Returns:
         (ln of the ratio, its 95 % interval).

@@ -1,4 +1,4 @@
-"""From the ledger to the perplexity: sums and counts by document, of domains and of the whole."""
+"""From the ledger to the perplexity: counts and sums by document, by domain and in total."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -34,9 +34,9 @@ def command(argv: Sequence[str], num_processes: int, local_num_processes: int) -
     """The ``tune run`` line that starts this run again.
 
     Args:
-        argv: of a rank: its script or module, then ``--config NAME key=value``.
-        num_processes: of all nodes.
-        local_num_processes: of this node.
+        argv: what a rank was started with: its script or module, then ``--config NAME key=value``.
+        num_processes: processes on all nodes.
+        local_num_processes: processes on this node.
     """
     launcher = ["tune", "run"]
     if num_processes > 1:

@@ -31,8 +31,8 @@ def fidelity(
     """Means over scored tokens, their 95 % intervals, distributions, profiles, extremes, the noise.
 
     Args:
-        summary: the student's, whose sums have a teacher's columns.
-        found: assembled.
+        summary: the student's, with the teacher's columns among its sums.
+        found: histograms, extremes and the noise floor, assembled.
         by_context: means by the number of tokens before, assembled.
         num_ids: rows of the student's head and of the teacher's.
     """
@@ -99,12 +99,12 @@ def with_texts(
     totals = workload.protocol.num_tokens(workload.corpus.num_tokens)
     found = []
     for token in tokens:
-        number, place = token["document"], token["position"]
+        number, position = token["document"], token["position"]
         ids = workload.protocol.read(texts[number], 0, int(totals[number])).tolist()
-        more: dict[str, Any] = {"token_id": ids[place]}
+        more: dict[str, Any] = {"token_id": ids[position]}
         if decode is not None:
-            more["token"] = decode([ids[place]])
-            more["before"] = decode(ids[max(0, place - CONTEXT_TOKENS) : place])
+            more["token"] = decode([ids[position]])
+            more["before"] = decode(ids[max(0, position - CONTEXT_TOKENS) : position])
             for whose in ("student", "teacher"):
                 more[f"{whose}_top1"] = decode([token[f"{whose}_top1_id"]])
         found.append({**token, **more})

@@ -89,7 +89,7 @@ def _whole(value: int) -> str:
 
 
 def entries(pairs: Iterable[tuple[str, str]], indent: int) -> str:
-    """Names to the left and texts beside them, in lines that fit a terminal.
+    """Names to the left and texts to the right, in lines that fit a terminal.
 
     A text may have several lines; each is broken at spaces alone, so a path stays whole.
     """

@@ -42,7 +42,7 @@ class MetricLogger:
         """Log every number of the ``metrics`` and the ``fidelity`` of a results.json.
 
         Args:
-            content: of the results.json.
+            content: what results.json has.
             step: the run's last.
         """
         numbers = dict(content["metrics"])

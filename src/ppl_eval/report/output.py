@@ -29,7 +29,7 @@ class OutputFolder:
     killed run left there is removed. Files under other names are not touched.
 
     Args:
-        name: of the folder, which is made if need be.
+        name: path of the folder, which is made if need be.
 
     Raises:
         UserError: nothing can be written there, another run will write there, or a file under one
@@ -76,7 +76,7 @@ class OutputFolder:
 
         A file that cannot be written (a full disk) is left out; the others are published without
         it. The earlier run's results.json goes first: wherever the process ends, the folder has
-        none, rather than one that disagrees with the files beside it.
+        none, rather than one that disagrees with the other files.
 
         Args:
             writers: name of a file -> what writes it to a path; the most important first.
@@ -97,9 +97,9 @@ class OutputFolder:
         if not missing:
             return None
         others = [name for name in writers if name not in missing]
-        beside = f"; {self.path} has {' and '.join(others)} of this run" if others else ""
+        rest = f"; {self.path} has {' and '.join(others)} of this run" if others else ""
         lost = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
-        return f"output_dir is {self.path}, where this cannot be written: {lost}{beside}"
+        return f"output_dir is {self.path}, where this cannot be written: {lost}{rest}"
 
     def close(self) -> None:
         """Let other runs have the folder."""

@@ -190,7 +190,7 @@ def writers(
     """Name of each file of a run -> what writes it to a path, the most important first.
 
     Args:
-        content: of results.json.
+        content: what results.json has.
         found: what the evaluation found.
         tokens: what is known of each scored token, for tokens.parquet; None for no such file.
     """

@@ -14,8 +14,8 @@ def results_text(content: Mapping[str, Any], name: str) -> str:
     """What a run found: how it was measured, the table, and how far it is from its teacher.
 
     Args:
-        content: of results.json.
-        name: of the run, in the table.
+        content: what results.json has.
+        name: what the table calls the run.
     """
     rows = result_rows(content, name)
     if "teacher" in content:
@@ -103,7 +103,7 @@ def workload_lines(workload: Workload, mesh: str, num_ranks: int) -> list[str]:
 
     Args:
         workload: what will be scored.
-        mesh: the mesh in words.
+        mesh: degrees of parallelism, in words.
         num_ranks: data-parallel ranks.
     """
     windows, plan, corpus = workload.windows, workload.plan, workload.corpus
