@@ -176,7 +176,7 @@ def compare(name, folder, overrides=()):
 
 def table_of_keys():
     """Lines of the table of keys that each family reads, and its defaults."""
-    from ppl_eval.checkpoint.config_json import FAMILIES as READ
+    from ppl_eval.checkpoint.families import FAMILIES as READ
 
     def cell(family, key):
         if key not in family.defaults:

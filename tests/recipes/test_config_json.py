@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ppl_eval import UserError, evaluate
-from ppl_eval.checkpoint.config_json import FAMILIES, interpret
+from ppl_eval.checkpoint.config_json import interpret
+from ppl_eval.checkpoint.families import FAMILIES
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.data import hf_tokenizer
 from ppl_eval.evaluation import preflight

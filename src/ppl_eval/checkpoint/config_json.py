@@ -1,8 +1,6 @@
 """What a checkpoint's config.json says of the forward, read as transformers reads it.
 
-For each family the table :data:`FAMILIES` has the keys that its configuration class in
-transformers 5 reads and that change the forward, with its defaults. A key that the class does not
-know has no effect there, and none here.
+:mod:`ppl_eval.checkpoint.families` has the keys of each family and their defaults.
 """
 
 import math
@@ -11,99 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ppl_eval.checkpoint.families import DEFAULT_THETA, DERIVED, FAMILIES, INVISIBLE, TYPES, Family
 from ppl_eval.errors import UserError
 from ppl_eval.files import read_json
-
-_DERIVED = object()
-"""Default that follows from other keys; unlike None, a null in its place is refused."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """A configuration class of transformers.
-
-    Attributes:
-        architecture: class of the causal language model.
-        defaults: key that changes the forward -> value where config.json lacks it. The type of the
-            default is the type that is allowed; null is allowed where the default is None or the
-            key is in ``nullable``.
-        nullable: further keys that may be null.
-    """
-
-    architecture: str
-    defaults: Mapping[str, Any]
-    nullable: tuple[str, ...] = ()
-
-
-def _sizes(*numbers: int) -> dict[str, int]:
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    names += ("num_attention_heads", "max_position_embeddings")
-    return dict(zip(names, numbers, strict=True))
-
-
-_GEMMA = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-_GEMMA |= {"attention_bias": False, "use_bidirectional_attention": None}
-
-_MISTRAL = _sizes(32000, 4096, 14336, 32, 32, 131072)
-_MISTRAL |= {"num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-6}
-_MISTRAL |= {"hidden_act": "silu", "tie_word_embeddings": False, "sliding_window": 4096}
-
-FAMILIES = {
-    "llama": Family(
-        "LlamaForCausalLM",
-        _sizes(32000, 4096, 11008, 32, 32, 2048)
-        | {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6}
-        | {"hidden_act": "silu", "tie_word_embeddings": False}
-        | {"attention_bias": False, "mlp_bias": False},
-    ),
-    "mistral": Family("MistralForCausalLM", _MISTRAL, nullable=("sliding_window",)),
-    "ministral": Family("MinistralForCausalLM", _MISTRAL | {"layer_types": None}),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        _sizes(151936, 4096, 22016, 32, 32, 32768)
-        | {"num_key_value_heads": 32, "head_dim": _DERIVED, "rms_norm_eps": 1e-6}
-        | {"hidden_act": "silu", "tie_word_embeddings": False, "sliding_window": 4096}
-        | {"use_sliding_window": False, "max_window_layers": 28, "layer_types": None},
-        nullable=("num_key_value_heads", "sliding_window"),
-    ),
-    "gemma": Family(
-        "GemmaForCausalLM",
-        _sizes(256000, 3072, 24576, 28, 16, 8192)
-        | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"}
-        | _GEMMA,
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        _sizes(256000, 2304, 9216, 26, 8, 8192)
-        | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"}
-        | _GEMMA
-        | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None}
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        nullable=("attn_logit_softcapping", "final_logit_softcapping"),
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        _sizes(32064, 3072, 8192, 32, 32, 4096)
-        | {"num_key_value_heads": None, "head_dim": _DERIVED, "rms_norm_eps": 1e-5}
-        | {"hidden_act": "silu", "tie_word_embeddings": False, "sliding_window": None}
-        | {"original_max_position_embeddings": 4096},
-    ),
-}
-"""model_type of config.json -> its family."""
-
-DEFAULT_THETA = 10_000.0
-"""Rotary base where config.json has none, in every family."""
-
-_TYPES = {
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), int),
-    "use_bidirectional_attention": bool,
-    "layer_types": list,
-}
-"""Types of keys whose default does not show them."""
-
-_INVISIBLE = ("rms_norm_eps", "sliding_window", "query_pre_attn_scalar")
-_INVISIBLE += ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys whose value no tensor's shape shows: a default in their place is said."""
 
 _LAYER_TYPES = {
     "full_attention": "full_attention",
@@ -119,7 +27,7 @@ class ModelConfig:
 
     Attributes:
         family: model_type, or None if there is no config.json or its family is not in
-            :data:`FAMILIES`.
+            :data:`ppl_eval.checkpoint.families.FAMILIES`.
         values: value of each key that the family reads; all of config.json if it is unknown.
         rope: ``rope_type``, ``rope_theta``, ``partial_rotary_factor``, and the numbers of
             Llama 3's scaling where that is the type.
@@ -242,7 +150,7 @@ class _Reader:
             found["num_key_value_heads"] = heads
         if found["head_dim"] is None and family == "ministral":
             self.refuse("head_dim", "transformers needs one for a Mistral with layer_types", None)
-        if found["head_dim"] in (None, _DERIVED):
+        if found["head_dim"] in (None, DERIVED):
             found["head_dim"] = size // heads
         if found.get("hidden_act") == "gelu" and family == "gemma":  # of the first releases
             found["hidden_act"] = "gelu_pytorch_tanh"
@@ -251,7 +159,7 @@ class _Reader:
     def _value(self, key: str, default: Any, family: Family) -> Any:
         if key not in self.content:
             return default
-        value, wanted = self.content[key], _TYPES.get(key, type(default))
+        value, wanted = self.content[key], TYPES.get(key, type(default))
         if value is None:
             if default is None or key in family.nullable:
                 return None
@@ -396,7 +304,7 @@ def _defaults_taken(
     content: Mapping[str, Any], family: str, windows: tuple[int | None, ...]
 ) -> Iterator[str]:
     defaults = FAMILIES[family].defaults
-    taken = [key for key in _INVISIBLE if key not in content and defaults.get(key) is not None]
+    taken = [key for key in INVISIBLE if key not in content and defaults.get(key) is not None]
     if not any(windows):
         taken = [key for key in taken if key != "sliding_window"]
     if taken:

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ppl_eval.checkpoint.config_json import FAMILIES, ModelConfig, read_model_config
+from ppl_eval.checkpoint.config_json import ModelConfig, read_model_config
+from ppl_eval.checkpoint.families import FAMILIES
 from ppl_eval.checkpoint.weight_files import need_folder, refuse_adapter_only
 from ppl_eval.errors import UserError
 
@@ -20,23 +21,22 @@ def sections(checkpoint_dir: str) -> dict[str, dict[str, Any]]:
         UserError: no such folder or files, or a model that torchtune 0.6.1 cannot express, naming
             what it lacks and what could be used instead.
     """
-    found = model_sections(checkpoint_dir)
-    folder = Path(checkpoint_dir)
-    config = read_model_config(folder / "config.json")
-    return {**found, "tokenizer": tokenizer_section(folder, config)}
+    config = _expressible_config(checkpoint_dir, "checkpoint_dir")
+    tokenizer = tokenizer_section(Path(checkpoint_dir), config)
+    return {**_model_sections(checkpoint_dir, config), "tokenizer": tokenizer}
 
 
 def model_sections(checkpoint_dir: str, key: str = "checkpoint_dir") -> dict[str, dict[str, Any]]:
-    """The ``model`` and ``checkpointer`` sections for a Hugging Face folder.
+    """As :func:`sections`, without the tokenizer.
 
     Args:
         checkpoint_dir: holds config.json.
-        key: names the folder in messages.
-
-    Raises:
-        UserError: no such folder or files, or a model that torchtune 0.6.1 cannot express, naming
-            what it lacks and what could be used instead.
+        key: the key that names the folder, for messages.
     """
+    return _model_sections(checkpoint_dir, _expressible_config(checkpoint_dir, key))
+
+
+def _expressible_config(checkpoint_dir: str, key: str) -> ModelConfig:
     need_folder(checkpoint_dir, key)
     path = Path(checkpoint_dir) / "config.json"
     if not path.is_file():
@@ -53,15 +53,17 @@ def model_sections(checkpoint_dir: str, key: str = "checkpoint_dir") -> dict[str
             f" only: {_ELSEWHERE}"
         )
     check_expressible(config, path)
+    return config
+
+
+def _model_sections(checkpoint_dir: str, config: ModelConfig) -> dict[str, dict[str, Any]]:
     model, model_type = _model(config)
-    return {
-        "model": model,
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": checkpoint_dir,
-            "model_type": model_type,
-        },
+    checkpointer = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": checkpoint_dir,
+        "model_type": model_type,
     }
+    return {"model": model, "checkpointer": checkpointer}
 
 
 def _kind(config: ModelConfig) -> str:
