@@ -13,7 +13,7 @@ from typing import Any
 
 from ppl_eval import signature
 from ppl_eval.errors import UserError, one_line
-from ppl_eval.hints import of_torchtune
+from ppl_eval.hints import hint_for
 
 
 def find(path: Any, key: str) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def find(path: Any, key: str) -> Callable[..., Any]:
     )
 
 
-def signature_of(path: Any, key: str) -> inspect.Signature | None:
+def _signature(path: Any, key: str) -> inspect.Signature | None:
     """The arguments of a component, without importing it if its source shows them.
 
     Returns:
@@ -77,6 +77,12 @@ def signature_of(path: Any, key: str) -> inspect.Signature | None:
         return None
 
 
+def _parameters(node: Mapping[str, Any], key: str) -> Mapping[str, inspect.Parameter]:
+    """The declared arguments of a component by name; none if it does not say."""
+    declared = _signature(node["_component_"], key)
+    return {} if declared is None else declared.parameters
+
+
 def _no_such_name(path: str, key: str, module: str, name: str, names: Sequence[str]) -> UserError:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
@@ -84,26 +90,26 @@ def _no_such_name(path: str, key: str, module: str, name: str, names: Sequence[s
 
 
 def check(node: Mapping[str, Any], key: str, *, supplied: Sequence[str] = ()) -> None:
-    """Check that the component exists and takes the arguments, without calling it.
+    """Check that a component exists and takes its arguments, without calling it.
 
     Args:
-        node: the component.
-        key: of the config.
-        supplied: arguments that it gets from us if it has them.
+        node: ``_component_`` and the arguments.
+        key: the config key that holds the component, for the error.
+        supplied: names of arguments that the component gets from us if it has them.
 
     Raises:
         UserError: naming the argument that it does not know, or that is missing.
     """
-    declared = signature_of(node["_component_"], key)
-    arguments = {name: value for name, value in node.items() if name != "_component_"}
+    declared = _signature(node["_component_"], key)
     if declared is None:
         return
     parameters = declared.parameters
+    arguments = {name: value for name, value in node.items() if name != "_component_"}
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for name in arguments:
         if name not in parameters and not open_ended:
             close = difflib.get_close_matches(name, list(parameters), n=1)
-            hint = f"; did you mean {key}.{close[0]}?" if close else of_torchtune(name)
+            hint = f"; did you mean {key}.{close[0]}?" if close else hint_for(name)
             raise UserError(
                 f"unknown config key {key}.{name}: {node['_component_']} has no such argument{hint}"
             )
@@ -116,17 +122,15 @@ def check(node: Mapping[str, Any], key: str, *, supplied: Sequence[str] = ()) ->
 
 def argument_names(node: Mapping[str, Any], key: str) -> list[str]:
     """Names of the arguments that the component declares."""
-    declared = signature_of(node["_component_"], key)
-    return [] if declared is None else list(declared.parameters)
+    return list(_parameters(node, key))
 
 
-def lacks(node: Mapping[str, Any], key: str) -> list[str]:
+def missing_arguments(node: Mapping[str, Any], key: str) -> list[str]:
     """Names of the arguments that the component needs and ``node`` does not give."""
-    declared = signature_of(node["_component_"], key)
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         name
-        for name, parameter in (declared.parameters if declared else {}).items()
+        for name, parameter in _parameters(node, key).items()
         if parameter.default is parameter.empty and parameter.kind not in open_ended
         if name not in node
     ]
@@ -134,10 +138,10 @@ def lacks(node: Mapping[str, Any], key: str) -> list[str]:
 
 def takes_text(node: Mapping[str, Any], key: str, name: str) -> bool:
     """Whether the component declares an argument as a string, and no number."""
-    declared = signature_of(node["_component_"], key)
-    if declared is None or name not in declared.parameters:
+    parameters = _parameters(node, key)
+    if name not in parameters:
         return False
-    annotation = declared.parameters[name].annotation
+    annotation = parameters[name].annotation
     said = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     kinds = set(re.findall(r"\w+", said))
     return "str" in kinds and not kinds & {"int", "float", "bool", "Any"}

@@ -49,9 +49,9 @@ _KEYS = {
 }
 """What to do, in one sentence -> keys, wherever they stand."""
 
-HINTS = {key: hint.format(key=key) for hint, keys in _KEYS.items() for key in keys.split()}
+_HINTS = {key: hint.format(key=key) for hint, keys in _KEYS.items() for key in keys.split()}
 
 
-def of_torchtune(key: str) -> str:
-    """The end of a message about a key that is not ours; empty if nothing is known of it."""
-    return f"; {HINTS[key]}" if key in HINTS else ""
+def hint_for(key: str) -> str:
+    """The end of a message about a key that is not ours; empty if nothing is known about it."""
+    return f"; {_HINTS[key]}" if key in _HINTS else ""

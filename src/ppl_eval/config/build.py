@@ -18,7 +18,7 @@ from ppl_eval.config import from_folder
 from ppl_eval.config.checks import check_teacher, check_values, leaves
 from ppl_eval.config.schema import EvalConfig, is_text, known_keys
 from ppl_eval.errors import UserError
-from ppl_eval.hints import HINTS, of_torchtune
+from ppl_eval.hints import hint_for
 
 
 def build(content: dict[str, Any], spelled: Mapping[str, str]) -> EvalConfig:
@@ -66,7 +66,7 @@ def _check_components(config: EvalConfig, spelled: Mapping[str, str]) -> None:
             raise UserError(f"config: {key} has no _component_ (the import path of what builds it)")
         if key.endswith("checkpointer"):
             from_folder.leave_open(node, key)
-        if key == "metric_logger" and "log_dir" in components.lacks(node, key):
+        if key == "metric_logger" and "log_dir" in components.missing_arguments(node, key):
             node["log_dir"] = f"{config.output_dir}/logs"
         for name in node:
             if f"{key}.{name}" in spelled and components.takes_text(node, key, name):
@@ -136,8 +136,8 @@ def _suggest(dotted: str) -> str:
     """The end of a message about an unknown key: what to write instead."""
     keys = list(known_keys())
     leaf = dotted.split(".")[-1]
-    if leaf in HINTS:
-        return of_torchtune(leaf)
+    if hint_for(leaf):
+        return hint_for(leaf)
     elsewhere = [key for key in keys if key.split(".")[-1] == leaf]
     close = elsewhere or difflib.get_close_matches(dotted, keys, n=1)
     if not close:

@@ -74,7 +74,7 @@ def _refuse_half_a_teacher(config: EvalConfig) -> None:
 def _complete_section(config: EvalConfig, key: str, folder_key: str) -> None:
     given, folder = getattr(config, key), getattr(config, folder_key)
     is_open = not _names_component(config, key)
-    if not is_open and set(components.lacks(given, key)) <= set(_FOUND_LATER):
+    if not is_open and set(components.missing_arguments(given, key)) <= set(_FOUND_LATER):
         return
     try:
         if key == "tokenizer":

@@ -24,8 +24,8 @@ def check_limits(limits: Mapping[str, Any], protocol: str) -> None:
     """Refuse what results do not have, or what is no number.
 
     Args:
-        limits: of ``fail_if``, by dotted key.
-        protocol: its name: ``hf_perplexity`` is of hf_stride alone.
+        limits: dotted key -> the most allowed, as in ``fail_if``.
+        protocol: name of the protocol: only hf_stride has ``hf_perplexity``.
 
     Raises:
         UserError: a name that results do not have, or a limit that is not a number.
@@ -40,7 +40,7 @@ def check_domains(keys: Iterable[str], domains: Collection[str]) -> None:
     """Refuse a limit on a domain that the text does not have.
 
     Args:
-        keys: of ``fail_if``, dotted.
+        keys: the dotted keys of ``fail_if``.
         domains: names of the text's domains.
 
     Raises:
@@ -59,7 +59,7 @@ def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
     """Refuse a limit on what is null because the protocol does not score all tokens.
 
     Args:
-        keys: of ``fail_if``, dotted.
+        keys: the dotted keys of ``fail_if``.
         num_left_out: tokens that are never read, or read and never scored.
         protocol: its name.
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ppl_eval import components
 from ppl_eval.config.schema import COMPONENTS, TEACHER_COMPONENTS, EvalConfig, is_text, known_keys
 from ppl_eval.errors import UserError
-from ppl_eval.hints import of_torchtune
+from ppl_eval.hints import hint_for
 
 _SECTIONS = (*COMPONENTS, *TEACHER_COMPONENTS)
 _NULL = ("null", "None", "~")
@@ -89,7 +89,7 @@ def _read(argument: str) -> _Override:
     if key.startswith(("--", "+")):
         bare = key.lstrip("-+").replace("-", "_")
         way = "an option" if key.startswith("--") else "an override"
-        advice = of_torchtune(bare) or f": write {bare}={spelled or 'VALUE'}"
+        advice = hint_for(bare) or f": write {bare}={spelled or 'VALUE'}"
         raise UserError(f"{argument} is not {way}{advice}")
     if argument.startswith("~"):
         return _Override(argument, tuple(key[1:].split(".")), None)
