@@ -1,6 +1,7 @@
 """Texts on several ranks: who tokenises what, and what happens when one rank cannot."""
 
 import time
+import traceback
 
 import datasets
 import pyarrow as pa
@@ -22,6 +23,9 @@ OPTIONS = {"max_seq_len": 32, "max_tokens_per_batch": 32}
 def error_of(documents, tokenizer=None, **options):
     with pytest.raises((UserError, RuntimeError)) as error:
         evaluate(sharp_llama(259), tokenizer or ByteTokenizer(), documents, **OPTIONS, **options)
+    if isinstance(error.value, RuntimeError):  # every rank shows where the other failed
+        shown = "".join(traceback.format_exception(error.value))
+        assert "in __getitem__" in shown or "in encode" in shown
     return type(error.value).__name__, str(error.value)
 
 

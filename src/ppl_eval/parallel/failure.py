@@ -1,5 +1,6 @@
 """A failure of one rank that all ranks raise, so that none waits for it in a collective."""
 
+import traceback
 from types import TracebackType
 
 import torch
@@ -28,7 +29,7 @@ class SharedFailure:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        where: TracebackType | None,
     ) -> bool:
         if isinstance(error, Exception):
             self.error = error
@@ -53,19 +54,26 @@ class SharedFailure:
 
         Raises:
             UserError: the same sentence on every rank.
-            RuntimeError: another exception, named with its rank; on this rank it is the cause.
+            RuntimeError: another exception, named with its rank; the cause has its traceback.
         """
         if group is None:
             assert self.error is not None
             raise self.error
         own = None
         if self.error is not None:
-            own = isinstance(self.error, UserError), type(self.error).__name__, str(self.error)
-        found: list[tuple[bool, str, str] | None] = [None] * dist.get_world_size(group)
+            lines = "".join(traceback.format_exception(self.error))
+            own = (
+                isinstance(self.error, UserError),
+                type(self.error).__name__,
+                str(self.error),
+                lines,
+            )
+        found: list[tuple[bool, str, str, str] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, own, group=group)
-        rank, (is_users, kind, sentence) = next(
+        rank, (is_users, kind, sentence, lines) = next(
             (rank, each) for rank, each in enumerate(found) if each is not None
         )
         if is_users:
             raise UserError(sentence) from self.error
-        raise RuntimeError(f"rank {rank} failed with {kind}: {sentence}") from self.error
+        cause = self.error or RuntimeError(f"as rank {rank} has it:\n{lines}")
+        raise RuntimeError(f"rank {rank} failed with {kind}: {sentence}") from cause
