@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import require
+from tolerance import RTOL
 
 from ppl_eval.shipped import embedded_path
 
@@ -19,6 +20,12 @@ def _from_env(variable: str, name: str) -> Path:
     if not path.exists():
         pytest.skip(f"{variable} has no {name}")
     return path
+
+
+@pytest.fixture(scope="module")
+def rtol(device) -> float:
+    """How far a loss on ``device`` may be from float64's, relative to it."""
+    return RTOL[device]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import BigramTable, ByteTokenizer, WordTokenizer, sharp_llama
-from ranks import run_on_ranks
+from ranks import rank_device, run_on_ranks
 
 from ppl_eval import Perplexity, UserError, evaluate
 from ppl_eval.model.stored import stored_weights
@@ -27,10 +27,10 @@ def texts(count):
 
 def measure(rank, counts, dp_replicate, tied):
     """Per-window NLL of several corpora on this mesh; the same on every rank."""
-    model = sharp_llama(259, tied=tied)
+    model = sharp_llama(259, tied=tied).to(rank_device())
     world_size = dist.get_world_size()
     dims = ParallelDims(dp_replicate=dp_replicate, world_size=world_size)
-    meshes = dims.build_mesh("cpu")
+    meshes = dims.build_mesh(rank_device().type)
     shard_decoder(decoder_of(model), meshes.fsdp)
     found = []
     for count in counts:
@@ -56,15 +56,15 @@ def tied(request):
 
 
 @pytest.fixture(scope="module")
-def alone(tied):
+def alone(tied, device):
     """One process, no sharding: what every mesh must repeat bit by bit."""
-    return run_on_ranks(1, measure, COUNTS, 1, tied)[0]
+    return run_on_ranks(1, measure, COUNTS, 1, tied, device=device)[0]
 
 
 @pytest.mark.parametrize(("world_size", "dp_replicate"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-def test_every_dp_mesh_gives_the_same_bits(alone, tied, world_size, dp_replicate):
+def test_every_dp_mesh_gives_the_same_bits(alone, tied, device, world_size, dp_replicate):
     """1, 2, 3, 5, 7 and 101 documents on up to 4 ranks: nothing lost, repeated or hung."""
-    for found in run_on_ranks(world_size, measure, COUNTS, dp_replicate, tied):
+    for found in run_on_ranks(world_size, measure, COUNTS, dp_replicate, tied, device=device):
         assert found == alone
     for count, (_, num_scored, _) in zip(COUNTS, alone, strict=True):
         assert num_scored == sum(len(text.encode()) for text in texts(count))

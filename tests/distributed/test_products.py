@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from helpers import WordTokenizer, chunks, oracle, student_in_float64
 from meshes import on_mesh
-from ranks import run_on_ranks
+from ranks import rank_device, run_on_ranks
 from safetensors.torch import load_file
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama2 import llama2
@@ -113,7 +113,8 @@ def measure_llama(state, dims, budget):
     """As a training loop does it: a model that has its weights already."""
     model = small_llama()
     model.load_state_dict(state)
-    meshes = dims.build_mesh("cpu")
+    model.to(rank_device())
+    meshes = dims.build_mesh(rank_device().type)
     split_decoder(decoder_of(model), meshes.tp)
     shard_decoder(decoder_of(model), meshes.fsdp)
     return evaluate(
@@ -161,14 +162,14 @@ def state():
 
 
 @pytest.fixture(scope="module")
-def found(names, state):
+def found(names, state, device):
     """Results of all ranks, by world size; started when first asked for."""
     cache = {}
 
     def of(world_size):
         if world_size not in cache:
             cache[world_size] = run_on_ranks(
-                world_size, on_all_meshes, world_size, names, state, timeout_s=600
+                world_size, on_all_meshes, world_size, names, state, timeout_s=600, device=device
             )
         return cache[world_size]
 
@@ -194,14 +195,14 @@ def truth(names, state):
 
 
 @pytest.mark.parametrize("mesh", ALL, ids=lambda mesh: "x".join(map(str, mesh)))
-def test_a_mesh_gives_the_number_of_one_process(found, truth, names, mesh):
+def test_a_mesh_gives_the_number_of_one_process(found, truth, names, mesh, rtol):
     """Equal counts, and the NLL of a float64 loop to 1e-6, on every rank."""
     results = found(_product(mesh))
     assert all(of_rank == results[0] for of_rank in results)
     for name, budget in itertools.product(names, BUDGETS):
         num_scored, nll, _ = results[0][mesh, name, budget]
         assert num_scored == truth[name][0]
-        assert nll == pytest.approx(truth[name][1], rel=1e-6)
+        assert nll == pytest.approx(truth[name][1], rel=rtol)
 
 
 @pytest.mark.parametrize(

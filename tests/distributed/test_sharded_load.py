@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+from ranks import rank_device, run_on_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -42,33 +42,31 @@ def load_sharded(rank, name, dp_replicate):
     """Whether each gathered parameter is the file's, bytes kept, and this rank's own logits."""
     model, checkpoint = prepared(name)
     dims = ParallelDims(dp_replicate=dp_replicate, world_size=dist.get_world_size())
-    meshes = dims.build_mesh("cpu")
+    meshes = dims.build_mesh(rank_device().type)
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(model, checkpoint, torch.device("cpu"))
+    load(model, checkpoint, rank_device())
     local = sum(
         (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes()
         for p in model.parameters()
     )
-    wrong = [
-        key
-        for key, parameter in model.named_parameters()
-        if not torch.equal(
-            parameter.full_tensor() if isinstance(parameter, DTensor) else parameter,
-            expected(name)[key],
-        )
-    ]
+    truth, wrong = expected(name), []
+    for key, parameter in model.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if not torch.equal(full.cpu(), truth[key]):
+            wrong.append(key)
     with torch.no_grad():
-        logits = model(torch.arange(3, 40).unsqueeze(0))
+        logits = model(torch.arange(3, 40, device=rank_device()).unsqueeze(0))
     return wrong, local, logits.tolist()
 
 
 @pytest.mark.parametrize("name", ["tiny_teacher", "tiny_student"])
 @pytest.mark.parametrize(("world_size", "dp_replicate"), [(2, 1), (3, 1), (4, 2)])
-def test_shards_and_rotary_tables_of_every_rank(name, world_size, dp_replicate):
+def test_shards_and_rotary_tables_of_every_rank(name, world_size, dp_replicate, device):
     """The logits of every rank, not of rank 0 alone. 509 rows divide by none of the sizes."""
-    (_, whole, alone), *_ = run_on_ranks(1, load_sharded, name, 1)
+    (_, whole, alone), *_ = run_on_ranks(1, load_sharded, name, 1, device=device)
     fsdp_size = world_size // dp_replicate
-    for wrong, local, logits in run_on_ranks(world_size, load_sharded, name, dp_replicate):
+    found = run_on_ranks(world_size, load_sharded, name, dp_replicate, device=device)
+    for wrong, local, logits in found:
         assert wrong == []
         assert local < 1.05 * whole / fsdp_size + 4096
         assert logits == alone
