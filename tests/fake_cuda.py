@@ -50,8 +50,33 @@ class FakeCuda(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
+class NoWaiting(TorchDispatchMode):
+    """Everything runs on CUDA, and what would make the CPU wait for it is an error.
+
+    Within it tensors are made by ``torch.empty(..., device=CUDA)``.
+    """
+
+    def __enter__(self):
+        self._outer = ExitStack()
+        self._outer.enter_context(FakeTensorMode())
+        self._outer.enter_context(_WithoutDriver())
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._outer.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        out = func(*args, **(kwargs or {}))
+        after = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if any(x.is_cuda for x in before) and not all(x.is_cuda for x in after):
+            raise AssertionError(f"{func} brings a tensor from CUDA to the CPU")
+        return out
+
+
 class _WithoutDriver(TorchFunctionMode):
-    """``copy_``, ``to("cuda")`` and a slice ask the driver for the device before any op runs."""
+    """What asks the driver for the device before any op runs, by ops that do the same."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.copy_ and isinstance(args[0], FakeTensor):
@@ -59,9 +84,34 @@ class _WithoutDriver(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.to:
             args = [CUDA if isinstance(arg, str) and arg == "cuda" else arg for arg in args]
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
-            return torch.ops.aten.slice(args[0], 0, args[1].start, args[1].stop)
+        if func is torch.Tensor.contiguous:
+            return torch.ops.aten.clone(args[0], memory_format=torch.contiguous_format)
+        if func is torch.Tensor.__invert__:
+            return torch.bitwise_not(args[0])
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], FakeTensor):
+            return _indexed(*args)
         return func(*args, **(kwargs or {}))
+
+
+def _indexed(tensor, key):
+    """``tensor[key]`` by views and index_select."""
+    key = key if isinstance(key, tuple) else (key,)
+    missing, dim = tensor.dim() - sum(k is not None and k is not ... for k in key), 0
+    for part in key:
+        if isinstance(part, int):
+            tensor = tensor.select(dim, part)
+            continue
+        if part is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(part, slice):
+            tensor = torch.ops.aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
+        elif isinstance(part, torch.Tensor):
+            assert part.dtype is not torch.bool, "a mask is an index whose length waits for CUDA"
+            tensor = tensor.index_select(dim, part)
+        else:
+            dim += missing - 1
+        dim += 1
+    return tensor
 
 
 @contextmanager

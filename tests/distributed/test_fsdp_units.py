@@ -11,7 +11,7 @@ from ppl_eval import evaluate
 
 TEXTS = ["the cat sat on the mat, " * n + "x" * n for n in (1, 7, 2, 3, 1)]
 OPTIONS = {"max_seq_len": 32, "max_tokens_per_batch": 33}
-"""An odd number of batches, so that one rank of two has none in the last step, and their sizes differ."""
+"""An odd number of batches: one rank of two has none in the last step."""
 
 
 def sharded(names, tied, seed=0):

@@ -3,8 +3,9 @@
 Everything is added up on the device and brought together once, at the end.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,17 +40,17 @@ class Histogram:
     """Counts in fixed bins, from which percentiles are read.
 
     Args:
-        edges: of the bins, in order (float64 [bins + 1]); values beyond them are counted in one bin
-            below and one above.
-        values: what a percentile in each bin is reported as [bins + 2].
+        edges: where the bins begin and end, in order (bins + 1 of them); values beyond them are
+            counted in one bin below and one above.
+        values: what a percentile in each of the bins + 2 is reported as.
         device: where the counts live.
     """
 
     def __init__(
-        self, edges: torch.Tensor, values: torch.Tensor, device: torch.device | str = "cpu"
+        self, edges: Sequence[float], values: Sequence[float], device: torch.device | str = "cpu"
     ) -> None:
-        self._edges = edges.to(device)
-        self._values = values.tolist()
+        self._edges = torch.tensor(edges, dtype=torch.float64, device=device)
+        self._values = list(values)
         self.counts = torch.zeros(len(edges) + 1, dtype=torch.int64, device=device)
 
     @classmethod
@@ -62,17 +63,17 @@ class Histogram:
         ``10 ** (0.5 / per_decade)``.
         """
         first, last = math.log10(low) * per_decade, math.log10(high) * per_decade
-        exponents = torch.arange(round(first), round(last) + 1, dtype=torch.float64)
-        inside = (exponents[:-1] + 0.5).div(per_decade)
-        values = torch.cat([torch.zeros(1), 10**inside, torch.tensor([high])])
-        return cls(10 ** (exponents / per_decade), values, device)
+        exponents = range(round(first), round(last) + 1)
+        inside = [10 ** ((exponent + 0.5) / per_decade) for exponent in exponents[:-1]]
+        edges = [10 ** (exponent / per_decade) for exponent in exponents]
+        return cls(edges, [0.0, *inside, high], device)
 
     @classmethod
     def linear(cls, num_bins: int, device: torch.device | str = "cpu") -> "Histogram":
         """Equal bins from -1 to 1; a value is reported as the middle of its bin."""
-        edges = torch.linspace(-1, 1, num_bins + 1, dtype=torch.float64)
-        inside = ((edges[:-1] + edges[1:]) / 2).round(decimals=9)
-        return cls(edges, torch.cat([edges[:1], inside, edges[-1:]]), device)
+        edges = [2 * number / num_bins - 1 for number in range(num_bins + 1)]
+        inside = [round((low + high) / 2, 9) for low, high in itertools.pairwise(edges)]
+        return cls(edges, [-1.0, *inside, 1.0], device)
 
     def update(self, values_N: torch.Tensor) -> None:
         """Count values (float64)."""

@@ -90,7 +90,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``; the copies to a GPU do not wait for it."""
-        if device.type == "cpu":
+        if self.inputs_BT.device.type == device.type:
             return self
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
