@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ByteTokenizer, nll_of, sharp_llama
+from helpers import ByteTokenizer, nll_of, sharp_llama, tokens_of
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from ppl_eval import UserError, evaluate
+from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel.lora import AdaptedLinear
 
 TEXTS = ["the cat sat on the mat, " * n + "x" * n for n in (1, 2, 3)]
@@ -107,3 +108,15 @@ def test_a_compiled_model_is_not_compiled_again_for_each_batch():
     assert len(second.workload.plan.batches) == 6
     assert 0 < frames == counter.frame_count
     assert second.summary.total.nll_nats_sum == pytest.approx(plain.summary.total.nll_nats_sum)
+
+
+def test_records_of_tokens_are_small():
+    """Two int32 and the NLL as it was computed: 12 bytes a token, where there were 20."""
+    records, scored = TokenRecords(), torch.ones(3, 20).bool()
+    records.update(tokens_of(torch.zeros(3, 20).long(), scored), {"nll_nats": torch.rand(60)})
+    columns = records.gather(None)
+    assert {name: column.dtype.name for name, column in columns.items()} == {
+        "document": "int32",
+        "position": "int32",
+        "nll_nats": "float32",
+    }

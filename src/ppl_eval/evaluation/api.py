@@ -107,7 +107,7 @@ def evaluate(
     )
     for each in models:
         check_window(each, rule.max_seq_len)
-    device = _device_of(model) if device is None else torch.device(device)
+    device = device_of(model) if device is None else torch.device(device)
     sizes = [size for size in map(vocab_size_of, models) if size is not None]
     workload = prepare_workload(
         tokenizer,
@@ -130,12 +130,13 @@ def evaluate(
     return replace(result, notes=notes)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes: where its first parameter is, or where FSDP2 brings the parameters
+    that it keeps on the CPU."""
     first = next(chain(model.parameters(), model.buffers()), None)
     if first is None:
         return torch.device("cpu")
     if isinstance(first, DTensor) and first.device_mesh.device_type != first.device.type:
-        # FSDP2 keeps the shards on the CPU and brings them to the mesh's device in the forward
         kind = first.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())
     return first.device
