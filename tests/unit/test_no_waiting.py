@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fake_cuda import CUDA, NoWaiting, one_of
+from ranks import require
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,7 @@ from ppl_eval.score.batch import Batch, Tokens
 from ppl_eval.score.reader import Reader, evaluating
 from ppl_eval.score.scoring import Scorer
 
-ROWS, LENGTH, SCORED = 2, 30, 17
+ROWS, LENGTH, SCORED = 2, 30, 18
 SIZES = {"vocab_size": 101, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
 SIZES |= {"max_seq_len": 64, "intermediate_dim": 128}
 BUILDERS = {
@@ -36,12 +37,8 @@ BUILDERS = {
 }
 
 
-def empty(shape, dtype):
-    return torch.empty(shape, dtype=dtype, device=CUDA)
-
-
-def integers(*shape):
-    return empty(shape, torch.int64)
+def zeros(shape, dtype=torch.int64, device=CUDA):
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def decoder(kind, dtype, mesh=None):
@@ -56,16 +53,16 @@ def decoder(kind, dtype, mesh=None):
             made = nn.Parameter(on_cuda(parameter, dtype), requires_grad=False)
             module.register_parameter(name, made)
         for name, buffer in list(module.named_buffers(recurse=False)):
-            module.register_buffer(name, empty(buffer.shape, buffer.dtype), persistent=False)
+            module.register_buffer(name, zeros(buffer.shape, buffer.dtype), persistent=False)
     return Reader(model, decoder_of(model))
 
 
 def on_cuda(parameter, dtype):
     if not isinstance(parameter, DTensor):
-        return empty(parameter.shape, dtype)
+        return zeros(parameter.shape, dtype)
     local = parameter.to_local()
     return DTensor.from_local(
-        empty(local.shape, dtype),
+        zeros(local.shape, dtype),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
@@ -74,17 +71,24 @@ def on_cuda(parameter, dtype):
     )
 
 
-def step(readers):
-    """What the loop does with a batch: score it, and add up what was found."""
-    tokens = Tokens(*(integers(SCORED) for _ in range(5)), integers(ROWS), integers(ROWS))
+def step(readers, device=CUDA, mode="default"):
+    """What the loop does with a batch on ``device``: score it, and add up what was found."""
+    per_window = torch.full((ROWS,), SCORED // ROWS, device=device)
+    of_tokens = (zeros(SCORED, device=device) for _ in range(5))
+    batch = Batch(
+        zeros((ROWS, LENGTH), device=device),
+        Tokens(*of_tokens, torch.arange(ROWS, device=device), per_window),
+    )
     is_pair = len(readers) > 1
     ledger = Ledger(9, CUDA, columns=SUMS if is_pair else NLL)
     tables = [ledger, context_profile(PROFILED if is_pair else ["nll_nats"], CUDA)]
     tables += [Fidelity(CUDA)] if is_pair else []
     running, scorer = Perplexity(CUDA), Scorer(readers, CUDA)
     with evaluating(readers):
-        for _ in range(2):
-            scored, values = scorer.score(Batch(integers(ROWS, LENGTH), tokens))
+        for sync_debug_mode in ("default", mode):
+            if mode != "default":
+                torch.cuda.set_sync_debug_mode(sync_debug_mode)
+            scored, values = scorer.score(batch)
             for table in tables:
                 table.update(scored, values)
             running.update(values["nll_nats"], len(scored))
@@ -106,6 +110,17 @@ def test_a_student_and_its_teacher(dtype):
         step([decoder("tied", dtype), decoder("untied", dtype)])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [["tied"], ["untied"], ["capped"], ["tied", "untied"]])
+def test_a_real_device(kinds):
+    """CUDA itself says what waits; the batch comes from the CPU."""
+    require("cuda")
+    try:
+        step([decoder(kind, torch.bfloat16) for kind in kinds], torch.device("cpu"), "error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("kinds", [["tied"], ["untied"], ["capped"], ["tied", "untied"]])
 def test_tensor_parallel(kinds):
     with one_of(2, 1):
@@ -118,7 +133,7 @@ def test_a_mask_in_place_of_the_index_is_found(monkeypatch):
     """The guard of this file."""
 
     def masked(values_BTD, index_N):
-        return values_BTD[empty((ROWS, LENGTH), torch.bool)]
+        return values_BTD[zeros((ROWS, LENGTH), torch.bool)]
 
     monkeypatch.setattr(reader_module, "rows_of", masked)
     with NoWaiting(), pytest.raises(AssertionError, match="a mask is an index"):
@@ -128,7 +143,7 @@ def test_a_mask_in_place_of_the_index_is_found(monkeypatch):
 @pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.tolist(), torch.Tensor.cpu])
 def test_a_value_that_is_read_is_found(read):
     with NoWaiting(), pytest.raises((AssertionError, RuntimeError)):
-        read(empty(3, torch.float32))
+        read(zeros(3, torch.float32))
 
 
 class Largest(TorchDispatchMode):
@@ -149,7 +164,7 @@ def test_scores_of_all_queries_and_keys_in_float64_never_exist(queries):
     """torch has no kernel for it on CUDA, and would build them."""
     heads, keys = 2, 4 * QUERY_BLOCK
     with NoWaiting(), Largest() as largest:
-        q = empty((1, heads, queries, 16), torch.float64)
-        kv = empty((1, heads, keys, 16), torch.float64)
+        q = zeros((1, heads, queries, 16), torch.float64)
+        kv = zeros((1, heads, keys, 16), torch.float64)
         assert Attention()(q, kv, kv).shape == q.shape
     assert 0 < largest.numbers <= heads * QUERY_BLOCK * keys
