@@ -1,12 +1,16 @@
-"""``ppl-eval``: what goes on around a run. The run itself is ``tune run ppl_eval``.
+"""``ppl-eval``: the commands around a run. The run itself is ``tune run ppl_eval``.
 
-Commands that need torch import it in their function, after the command line has been checked.
+The docstring of a command is its help text: a summary and examples. Commands that need torch
+import it in their function, after the command line has been checked.
 """
 
 import argparse
+import inspect
 import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ppl_eval import __version__, boundary, shipped
 from ppl_eval.config.command_line import load, load_for_run
@@ -25,118 +29,29 @@ def _run() -> None:
     args, rest = parser.parse_known_args()  # overrides may stand between options
     if rest and "overrides" not in args:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # an option that is none first, for the message to be about it and not its value
+    if rest:  # an unknown option first: the error must be about it, not about its value
         args.overrides = sorted([*args.overrides, *rest], key=lambda text: not text.startswith("-"))
     args.run(args)
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Every command: its function, its arguments, and examples."""
-    parser = argparse.ArgumentParser(
-        prog="ppl-eval",
-        description="What goes on around a run. The run itself is `tune run ppl_eval`.",
-        epilog=_examples("ls", "check --config tiny_ppl_eval"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(
-        name: str, run: Callable[[argparse.Namespace], None], what: str, *examples: str
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name,
-            help=what,
-            description=f"{what[0].upper()}{what[1:]}.",
-            epilog=_examples(*(f"{name} {example}".strip() for example in examples)),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        added.set_defaults(run=run)
-        return added
-
-    command("ls", _ls, "list the shipped recipes and configs", "")
-
-    cp = command(
-        "cp",
-        _cp,
-        "copy a shipped recipe or config to edit it",
-        "smollm2/135M_ppl_eval mine.yaml",
-        "--full auto_ppl_eval mine.yaml",
-        "ppl_eval my_recipe.py",
-    )
-    cp.add_argument("name", help="as `ppl-eval ls` shows it")
-    cp.add_argument("destination", type=_path, help="file or existing folder")
-    cp.add_argument("--full", action="store_true", help="with every key of the config, explained")
-    cp.add_argument("-n", "--no-clobber", action="store_true", help="keep a file that is there")
-    cp.add_argument("--make-parents", action="store_true", help="create missing folders")
-
-    where = command(
-        "where", _where, "print the folder of an embedded model or text", "tiny_teacher"
-    )
-    where.add_argument("name", help=f"one of {', '.join(shipped.EMBEDDED)}")
-
-    check = command(
-        "check",
-        _check,
-        "all of a run that needs no weights",
-        "--config tiny_ppl_eval",
-        "--config auto_ppl_eval checkpoint_dir=DIR dataset.data_files=FILE.jsonl --num-processes 2",
-    )
-    check.add_argument("--num-processes", type=int, default=1, help="that the run would have")
-
-    plan = command(
-        "plan",
-        _plan,
-        "meshes that fit: memory and communication of each",
-        "--config llama3_1/8B_ppl_eval --num-processes 8 --device-memory-gib 24",
-    )
-    plan.add_argument("--num-processes", type=int, required=True, help="devices in all")
-    memory = plan.add_mutually_exclusive_group(required=True)
-    memory.add_argument("--device-memory-gib", type=float, metavar="G")
-    memory.add_argument("--device-memory-mib", type=float, metavar="M")
-    for with_config in (check, plan):
-        with_config.add_argument("--config", required=True, metavar="NAME_OR_PATH")
-        with_config.add_argument("overrides", nargs="*", metavar="key=value")
-
-    compare = command(
-        "compare",
-        _compare,
-        "show several runs as one table",
-        "out/student out/teacher",
-        "out/*/results.json --domains",
-    )
-    compare.add_argument("results", nargs="+", type=_path, help="output folders or results.json")
-    compare.add_argument("--domains", action="store_true", help="with a row for each domain")
-
-    drop_layers = command(
-        "drop-layers",
-        _drop_layers,
-        "copy a Hugging Face folder without some of the model's layers: a student to distil",
-        "TEACHER STUDENT 2 3",
-    )
-    drop_layers.add_argument("teacher", type=_path, help="Hugging Face folder")
-    drop_layers.add_argument("student", type=_path, help="folder to write")
-    drop_layers.add_argument("layers", type=int, nargs="+", help="layers to drop, from 0")
-    return parser
-
-
-def _examples(*commands: str) -> str:
-    return "\n".join(["examples:", *(f"  ppl-eval {command}" for command in commands)])
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
 def _ls(args: argparse.Namespace) -> None:
+    """List the shipped recipes and configs.
+
+    ppl-eval ls
+    """
     print(f"{'RECIPE':<24}CONFIG")
-    names = shipped.config_names()
     for recipe in shipped.RECIPES:
-        for number, name in enumerate(names):
+        for number, name in enumerate(shipped.config_names()):
             print(f"{recipe if number == 0 else '':<24}{name}")
 
 
 def _cp(args: argparse.Namespace) -> None:
+    """Copy a shipped recipe or config to edit it.
+
+    ppl-eval cp smollm2/135M_ppl_eval mine.yaml
+    ppl-eval cp --full auto_ppl_eval mine.yaml
+    ppl-eval cp ppl_eval my_recipe.py
+    """
     name, destination = args.name, args.destination
     if name in shipped.RECIPES:
         source, suffix = shipped.recipe_path(name), ".py"
@@ -147,7 +62,7 @@ def _cp(args: argparse.Namespace) -> None:
     if args.full and suffix == ".py":
         raise UserError(f"--full is for a config, and {name} is a recipe: leave it out")
     if destination.is_dir():
-        destination = destination / (f"{name}.py" if suffix == ".py" else source.name)
+        destination = destination / f"{Path(name).name}{suffix}"
     elif destination.suffix != suffix:
         destination = destination.with_name(destination.name + suffix)
     if args.no_clobber and destination.exists():
@@ -167,40 +82,128 @@ def _cp(args: argparse.Namespace) -> None:
 
 
 def _where(args: argparse.Namespace) -> None:
+    """Print the folder of an embedded model or text.
+
+    ppl-eval where tiny_teacher
+    """
     print(shipped.embedded_path(args.name))
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Show what a run would do, without reading weights.
+
+    ppl-eval check --config tiny_ppl_eval --num-processes 2
+    ppl-eval check --config auto_ppl_eval checkpoint_dir=DIR dataset.data_files=FILE.jsonl
+    """
     if args.num_processes < 1:
         raise UserError(f"--num-processes is {args.num_processes}, but it is at least 1")
-    run_args = ["--config", args.config, *args.overrides]
-    load_for_run(run_args)
+    cfg = load_for_run(["--config", args.config, *args.overrides])
     from ppl_eval.commands.check import check
 
-    print(check(run_args, args.num_processes))
+    print(check(cfg, args.num_processes))
 
 
 def _plan(args: argparse.Namespace) -> None:
-    run_args = ["--config", args.config, *args.overrides]
-    load(run_args)
+    """Show the meshes that fit, with memory and communication of each.
+
+    ppl-eval plan --config llama3_1/8B_ppl_eval --num-processes 8 --device-memory-gib 24
+    """
+    gib, mib = args.device_memory_gib, args.device_memory_mib
+    if (gib is None) == (mib is None):
+        raise UserError("give one of --device-memory-gib G and --device-memory-mib M")
+    cfg = load(["--config", args.config, *args.overrides])
     from ppl_eval.commands.plan import plan
 
-    memory = args.device_memory_mib or 1024 * (args.device_memory_gib or 0)
-    print(plan(run_args, args.num_processes, memory))
+    print(plan(cfg, args.num_processes, mib or 1024 * (gib or 0)))
 
 
 def _compare(args: argparse.Namespace) -> None:
+    """Show several runs as one table.
+
+    ppl-eval compare out/student out/teacher
+    ppl-eval compare out/*/results.json --domains
+    """
     from ppl_eval.commands.compare import compare
 
     print(compare(args.results, with_domains=args.domains))
 
 
 def _drop_layers(args: argparse.Namespace) -> None:
+    """Copy a Hugging Face folder without some of the model's layers: a student to distil.
+
+    ppl-eval drop-layers TEACHER STUDENT 2 3
+    """
     from ppl_eval.commands.drop_layers import drop_layers
 
     kept = drop_layers(args.teacher, args.student, args.layers)
     numbers = ", ".join(map(str, kept))
     print(f"{args.student}: {counted(len(kept), 'layer')}, those that were {numbers}")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+_CONFIG = {
+    "--config": {"required": True, "metavar": "NAME_OR_PATH"},
+    "overrides": {"nargs": "*", "metavar": "key=value"},
+}
+_COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]] = {
+    _ls: {},
+    _cp: {
+        "name": {"help": "as `ppl-eval ls` shows it"},
+        "destination": {"type": _path, "help": "file or existing folder"},
+        "--full": {"action": "store_true", "help": "with every key of the config, explained"},
+        "-n --no-clobber": {"action": "store_true", "help": "keep a file that is there"},
+        "--make-parents": {"action": "store_true", "help": "create missing folders"},
+    },
+    _where: {"name": {"help": f"one of {', '.join(shipped.EMBEDDED)}"}},
+    _check: {
+        "--num-processes": {"type": int, "default": 1, "help": "1 if left out"},
+        **_CONFIG,
+    },
+    _plan: {
+        "--num-processes": {"type": int, "required": True, "help": "number of devices in all"},
+        "--device-memory-gib": {"type": float, "metavar": "G", "help": "this or the next"},
+        "--device-memory-mib": {"type": float, "metavar": "M"},
+        **_CONFIG,
+    },
+    _compare: {
+        "results": {"nargs": "+", "type": _path, "help": "output folders or results.json"},
+        "--domains": {"action": "store_true", "help": "with a row for each domain"},
+    },
+    _drop_layers: {
+        "teacher": {"type": _path, "help": "Hugging Face folder"},
+        "student": {"type": _path, "help": "folder to write"},
+        "layers": {"type": int, "nargs": "+", "help": "layers to drop, from 0"},
+    },
+}
+"""Command -> the names and options of its arguments, for ``add_argument``."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="ppl-eval",
+        description="The commands around a run. The run itself is `tune run ppl_eval`.",
+        epilog="examples:\n  ppl-eval ls\n  ppl-eval check --config tiny_ppl_eval",
+        formatter_class=layout,
+    )
+    parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for run, arguments in _COMMANDS.items():
+        summary, examples = (inspect.getdoc(run) or "").split("\n\n")
+        command = commands.add_parser(
+            run.__name__.removeprefix("_").replace("_", "-"),
+            help=summary[0].lower() + summary[1:].removesuffix("."),
+            description=summary,
+            epilog="examples:\n" + textwrap.indent(examples, "  "),
+            formatter_class=layout,
+        )
+        command.set_defaults(run=run)
+        for names, options in arguments.items():
+            command.add_argument(*names.split(), **options)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What a key of torchtune's own recipes is called here, or why there is none."""
+"""Hints for keys that are not in the config: keys of torchtune's recipes, and misspelled names."""
+
+import difflib
+from collections.abc import Iterable
 
 _KEYS = {
     "a batch is bounded by its positions, not its rows: set max_tokens_per_batch": "batch_size",
@@ -47,11 +50,17 @@ _KEYS = {
     "set metric_logger.log_dir": "log_dir",
     "set adapter.dir, the folder of the adapter": "adapter_dir adapter_checkpoint",
 }
-"""What to do, in one sentence -> keys, wherever they stand."""
+"""What to do, in one sentence -> the keys, in whatever section they stand."""
 
 _HINTS = {key: hint.format(key=key) for hint, keys in _KEYS.items() for key in keys.split()}
 
 
 def hint_for(key: str) -> str:
-    """The end of a message about a key that is not ours; empty if nothing is known about it."""
+    """What to do about a key of torchtune's recipes, to end a message; empty for other keys."""
     return f"; {_HINTS[key]}" if key in _HINTS else ""
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The nearest of the known names, to end a message; empty if none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""

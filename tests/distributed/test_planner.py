@@ -13,6 +13,7 @@ from ppl_eval import UserError, compat
 from ppl_eval.checkpoint.config_json import NOTHING
 from ppl_eval.commands.estimate import Sizes, estimate
 from ppl_eval.commands.plan import meshes, plan
+from ppl_eval.config.command_line import load
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
@@ -107,7 +108,7 @@ def test_parameters_and_traffic_are_what_ranks_hold_and_receive(world_size):
 
 def test_the_table_has_all_that_fit_the_least_communication_first():
     args = ["--config", "llama3_1/70B_ppl_eval", "device=cuda"]
-    lines = plan(args, 8, 24 * 1024).splitlines()
+    lines = plan(load(args), 8, 24 * 1024).splitlines()
     assert lines[0].startswith(
         "torchtune.models.llama3_1.llama3_1_70b in bf16 on cuda, batches of 8,192"
     )
@@ -118,7 +119,7 @@ def test_the_table_has_all_that_fit_the_least_communication_first():
     assert per_batch == sorted(per_batch)
     assert all(float(row[8].replace(",", "")) <= 24 * 1024 for row in rows)
     # a replica on every device communicates nothing
-    roomy = plan(args, 8, 200 * 1024).splitlines()
+    roomy = plan(load(args), 8, 200 * 1024).splitlines()
     assert roomy[6].split()[:4] == ["8", "1", "1", "1"]
     assert roomy[6].split()[-4:] == ["0"] * 4
     assert all(len(line) <= 80 for line in lines[3:])
@@ -133,20 +134,21 @@ def test_the_budget_of_a_batch_is_the_device_s():
         (["device=cpu", "max_tokens_per_batch=4000"], "cpu, batches of 4,000 "),
         (["device=cpu", "max_tokens_per_batch=100"], "cpu, batches of 512 "),
     ):
-        assert positions in plan([*args, *given], 1, 80 * 1024)
+        assert positions in plan(load([*args, *given]), 1, 80 * 1024)
 
 
 def test_a_teacher_lies_on_the_same_mesh():
     """Of the 8B's 8 kv heads and the 1B's: parameters of both, exactly."""
     args = ["--config", "llama3_2/8B_to_1B_KD_ppl_eval", "device=cuda"]
-    lines = plan(args, 8, 80 * 1024).splitlines()
-    assert "llama3_2_1b in bf16 on cuda, batches of 8,192 positions, beside " in lines[0]
+    lines = plan(load(args), 8, 80 * 1024).splitlines()
+    assert "llama3_2_1b in bf16 on cuda, batches of 8,192 positions, teacher " in lines[0]
     assert lines[0].endswith("llama3_1_8b in bf16 on the same mesh")
     parameters = 8_030_261_248 + 1_235_814_400  # as the publishers have them
     rows = {tuple(line.split()[:4]): line.split()[4:] for line in lines[6:]}
     whole = rows["8", "1", "1", "1"]
     assert float(whole[0].replace(",", "")) == pytest.approx(2 * parameters / 2**20, abs=1)
-    alone = plan(["--config", "llama3_1/8B_ppl_eval", "device=cuda"], 8, 80 * 1024).splitlines()
+    teacher = load(["--config", "llama3_1/8B_ppl_eval", "device=cuda"])
+    alone = plan(teacher, 8, 80 * 1024).splitlines()
     alone = {tuple(line.split()[:4]): line.split()[4:] for line in alone[6:]}
     for degrees, row in rows.items():
         assert float(row[4].replace(",", "")) > float(alone[degrees][4].replace(",", ""))
@@ -154,14 +156,14 @@ def test_a_teacher_lies_on_the_same_mesh():
 
 def test_nothing_fits():
     with pytest.raises(UserError) as error:
-        plan(["--config", "llama3_1/70B_ppl_eval", "device=cuda"], 2, 16 * 1024)
+        plan(load(["--config", "llama3_1/70B_ppl_eval", "device=cuda"]), 2, 16 * 1024)
     assert str(error.value).startswith(
         "torchtune.models.llama3_1.llama3_1_70b in bf16 on cuda, batches of 8,192 positions: none"
         " of 4 meshes on 2 processes fits into 16,384 MiB; dp_replicate=1 dp_shard=1 cp=1 tp=2"
         " needs least, "
     )
     with pytest.raises(UserError, match="both are above 0"):
-        plan(["--config", "llama3_1/70B_ppl_eval"], 0, 1024)
+        plan(load(["--config", "llama3_1/70B_ppl_eval"]), 0, 1024)
 
 
 def test_meshes_that_the_heads_do_not_allow_are_left_out():

@@ -265,5 +265,5 @@ def test_gemma_without_a_bos_gets_a_warning(tmp_path, monkeypatch):
         assert len(ready.warnings) == (bos == "false")
     assert scored["true"] == scored["false"] + 2
     assert "gemma needs a BOS before every window" in ready.warnings[0]
-    described = check([*base, "protocol.add_bos=false"], 1)
+    described = check(load_config([*base, "protocol.add_bos=false"]), 1)
     assert "warning: gemma needs a BOS" in described.splitlines()[-1]

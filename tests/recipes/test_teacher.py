@@ -382,7 +382,7 @@ REFUSED = {
         "or teacher.metrics.NAME; did you mean teacher.metrics.token_perplexity?",
     ),
     "dtype": ([*PAIR, "teacher_dtype=int4"], "teacher_dtype is 'int4', but it is one of None, "),
-    "rounded logits": ([*PAIR, "logits_dtype=model"], "but beside a teacher logits are fp32"),
+    "rounded logits": ([*PAIR, "logits_dtype=model"], "but with a teacher logits are fp32"),
 }
 
 

@@ -135,7 +135,7 @@ def cut(folder):
         (None, [1, 6], "has no layer 6: it has 6 layers, from 0"),
         (None, [-1], "has no layer -1"),
         (None, range(6), "every layer of .* would go: leave at least one"),
-        (without_config, [1], "config.json cannot be read"),
+        (without_config, [1], "there is no .*config.json: the teacher must be a"),
         (other_config(num_hidden_layers=None), [1], "has no num_hidden_layers"),
         (other_config(num_hidden_layers=7), [1], "weights of 6 layers, but .* is 7"),
         (other_config(num_hidden_layers=5), [1], "weights of 6 layers, but .* is 5"),

@@ -1,1 +1,1 @@
-"""What `ppl-eval` does around a run: check, plan, compare, drop-layers."""
+"""The commands of `ppl-eval` that need more than a few lines."""

@@ -1,9 +1,7 @@
 """``ppl-eval check``: everything about a run that is known without its weights."""
 
-from collections.abc import Sequence
-
 from ppl_eval.commands.estimate import num_parameters_of_rank
-from ppl_eval.config.command_line import load
+from ppl_eval.config.schema import EvalConfig
 from ppl_eval.evaluation import preflight
 from ppl_eval.evaluation.teacher import teacher_dims
 from ppl_eval.evaluation.workload import Workload
@@ -16,19 +14,18 @@ from ppl_eval.report.progress import TokenisingProgress
 from ppl_eval.report.terminal import padding, protocol_line
 
 
-def check(args: Sequence[str], num_processes: int) -> str:
-    """What a run with this command line would do, one subject a line.
+def check(cfg: EvalConfig, num_processes: int) -> str:
+    """What a run with this config would do, one subject a line, then notes and warnings.
 
-    Neither a weight nor a second process is needed for it.
+    Neither weights nor other processes are needed.
 
     Args:
-        args: ``--config NAME key=value`` as for ``tune run ppl_eval``.
+        cfg: the config of the run.
         num_processes: number of processes that the run would have.
 
     Raises:
-        UserError: what the run would stop at.
+        UserError: the error that the run would end with.
     """
-    cfg = load(args)
     dims = ParallelDims(
         dp_replicate=cfg.parallel.dp_replicate,
         dp_shard=cfg.parallel.dp_shard,
@@ -36,60 +33,58 @@ def check(args: Sequence[str], num_processes: int) -> str:
         tp=cfg.parallel.tp,
         world_size=num_processes,
     )
-    ready = preflight.prepare(
+    prepared = preflight.prepare(
         cfg,
         DTYPES[cfg.dtype],
         num_ranks=dims.batch_size,
         on_encode=TokenisingProgress(cfg.log_every_s),
     )
-    lines = [
-        ("model", _model(ready.student, dims, cfg.dtype)),
-        ("weights", _weights(ready.student)),
-    ]
-    if ready.teacher is not None:
+    lines = [("model", _model(prepared.student, dims, cfg.dtype))]
+    lines.append(("weights", _weights(prepared.student)))
+    if prepared.teacher is not None:
         dtype = cfg.teacher_dtype or cfg.dtype
-        lines.append(("teacher", _model(ready.teacher, teacher_dims(cfg, dims), dtype)))
-        lines.append(("", _weights(ready.teacher)))
-    num_steps = ready.workload.plan.num_steps(dims.batch_size)
-    lines += _texts(ready.workload)
+        lines.append(("teacher", _model(prepared.teacher, teacher_dims(cfg, dims), dtype)))
+        lines.append(("", _weights(prepared.teacher)))
+    num_steps = prepared.workload.plan.num_steps(dims.batch_size)
+    lines += _texts(prepared.workload)
     lines.append(
         ("mesh", f"{dims}, {counted(num_processes, 'process')}: {counted(num_steps, 'step')}")
     )
-    said = [*ready.notes, *(f"warning: {warning}" for warning in ready.warnings)]
-    return "\n".join([*(f"{name:<10}{text}" for name, text in lines), *said])
+    warnings = [f"warning: {warning}" for warning in prepared.warnings]
+    return "\n".join([*(f"{name:<10}{text}" for name, text in lines), *prepared.notes, *warnings])
 
 
-def _model(ready: PreparedModel, dims: ParallelDims, dtype: str) -> str:
+def _model(prepared: PreparedModel, dims: ParallelDims, dtype: str) -> str:
     itemsize = DTYPES[dtype].itemsize
-    num_parameters = sum(p.numel() for p in ready.model.parameters())
-    of_rank = num_parameters_of_rank(TorchtuneDecoder(ready.model), dims)
+    num_parameters = sum(p.numel() for p in prepared.model.parameters())
+    num_on_rank = num_parameters_of_rank(TorchtuneDecoder(prepared.model), dims)
     return (
-        f"{ready.component}, {num_parameters:,} parameters, {_gib(num_parameters * itemsize)} in"
-        f" {dtype} ({_gib(of_rank * itemsize)} on each of {dims.world_size})"
+        f"{prepared.component}, {num_parameters:,} parameters, {_size(num_parameters * itemsize)}"
+        f" in {dtype} ({_size(num_on_rank * itemsize)} on each of {dims.world_size})"
     )
 
 
-def _weights(ready: PreparedModel) -> str:
-    stored = ready.checkpoint.source.stored.values()
-    adapted = "" if ready.adapter is None else f", adapter {ready.adapter.folder}"
+def _weights(prepared: PreparedModel) -> str:
+    checkpoint, adapter = prepared.checkpoint, prepared.adapter
+    stored = checkpoint.source.stored.values()
     return (
-        f"{ready.checkpoint.folder or ''}: {counted(len(stored), 'tensor')},"
-        f" {_gib(sum(s.num_bytes for s in stored))} in {ready.checkpoint_dtype}; names and shapes"
-        f" match{adapted}"
+        f"{checkpoint.folder or ''}: {counted(len(stored), 'tensor')},"
+        f" {_size(sum(s.num_bytes for s in stored))} in {prepared.checkpoint_dtype}; names and"
+        f" shapes match{'' if adapter is None else f', adapter {adapter.folder}'}"
     )
 
 
 def _texts(workload: Workload) -> list[tuple[str, str]]:
     corpus, windows, plan = workload.corpus, workload.windows, workload.plan
     less_masked = " less what the data set masks" if corpus.as_tokens else ""
+    totals = (
+        (len(corpus.documents), "document"),
+        (corpus.num_tokens.sum(), "token"),
+        (corpus.num_words.sum(), "word"),
+        (corpus.num_bytes.sum(), "byte"),
+    )
     return [
-        (
-            "text",
-            f"{counted(len(corpus.documents), 'document')},"
-            f" {counted(corpus.num_tokens.sum(), 'token')},"
-            f" {counted(corpus.num_words.sum(), 'word')},"
-            f" {counted(corpus.num_bytes.sum(), 'byte')}",
-        ),
+        ("text", ", ".join(counted(number, noun) for number, noun in totals)),
         ("protocol", protocol_line(workload.protocol.as_dict())),
         (
             "scored",
@@ -107,7 +102,7 @@ def _texts(workload: Workload) -> list[tuple[str, str]]:
     ]
 
 
-def _gib(num_bytes: float) -> str:
+def _size(num_bytes: float) -> str:
     if num_bytes >= 2**28:
         return f"{num_bytes / 2**30:,.2f} GiB"
     return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,8 +1,8 @@
-"""Several results side by side, and what keeps them from being comparable."""
+"""``ppl-eval compare``: several results as one table, and reasons not to compare them."""
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +17,55 @@ from ppl_eval.report.terminal import too_few
 
 
 def compare(paths: Sequence[Path], *, with_domains: bool = False) -> str:
-    """A table with a row for each run, how each differs from the first on the same documents, and a
-    line for each reason not to compare them.
+    """A table with a row for each run, each run's difference from the first, and notes.
 
     Args:
         paths: output folders, or results.json files.
         with_domains: below each run, a row for each of its domains.
 
     Raises:
-        UserError: a file that is missing or is no result of ours.
+        UserError: a file that is missing or is not a results.json of ppl_eval.
     """
-    contents = [read_results(path) for path in paths]
-    names = [(path.parent if path.suffix == ".json" else path).resolve().name for path in paths]
+    contents = [_read_results(path) for path in paths]
+    folders = [path if path.is_dir() else path.parent for path in paths]
+    names = [folder.resolve().name for folder in folders]
     rows = []
     for content, name in zip(contents, names, strict=True):
         rows += result_rows(content, name, with_domains=with_domains)
-    for content in {_teacher_read(c): c for c in contents if "teacher" in c}.values():
+    for content in {_teacher_key(c): c for c in contents if "teacher" in c}.values():
         name = Path(content["teacher"]["checkpoint_dir"] or "").name
-        title = f"{name} (teacher)".strip()
-        rows += teacher_rows(content, title, with_domains=with_domains)
+        rows += teacher_rows(content, f"{name} (teacher)".strip(), with_domains=with_domains)
     lines = [result_table(rows)]
     if any("fidelity" in content for content in contents):
         lines += ["", fidelity_table(contents, names, with_domains=with_domains), ""]
-    for path, content, name in list(zip(paths, contents, names, strict=True))[1:]:
-        for difference in paired(contents[0], paths[0], content, path):
+    for folder, content, name in list(zip(folders, contents, names, strict=True))[1:]:
+        for difference in _differences(contents[0], folders[0], content, folder):
             lines += wrapped(f"{name} against {names[0]}: {difference}", indent="  ")
-    for note in notes(contents):
+    for note in _notes(contents):
         lines += wrapped(f"note: {note}", indent="  ")
     return "\n".join(lines)
 
 
-def paired(
-    first: dict[str, Any], first_path: Path, other: dict[str, Any], path: Path
+def _differences(
+    first: Mapping[str, Any], first_folder: Path, other: Mapping[str, Any], folder: Path
 ) -> Iterator[str]:
     """How ``other`` differs from ``first`` on the same documents, with 95 % intervals.
 
-    Perplexity by token where both have the same tokenizer, else by byte; and KL where both were
-    read beside the same teacher. Nothing where texts or protocol differ, or a documents.jsonl is
-    missing.
+    Perplexity by token if the tokenizers are the same, else by byte; and KL if both runs have the
+    same teacher. Nothing if texts or protocol differ, or a documents.jsonl is missing.
     """
     prints = first["fingerprints"], other["fingerprints"]
     if any(prints[0][key] != prints[1][key] for key in ("data", "protocol")):
         return
-    rows = _documents(first_path), _documents(path)
-    if not rows[0] or len(rows[0]) != len(rows[1]):
+    tables = _documents(first_folder), _documents(folder)
+    if not tables[0] or len(tables[0]) != len(tables[1]):
         return
 
     def columns(name: str) -> list[np.ndarray]:
-        return [np.asarray([row[name] for row in table]) for table in rows]
+        return [np.asarray([row[name] for row in table]) for table in tables]
 
-    same = prints[0]["tokenizer"] == prints[1]["tokenizer"]
-    key, unit = ("scored_tokens", "token") if same else ("bytes", "byte")
+    same_tokenizer = prints[0]["tokenizer"] == prints[1]["tokenizer"]
+    key, unit = ("scored_tokens", "token") if same_tokenizer else ("bytes", "byte")
     weight = columns(key)[0]
     nll, other_nll = columns("nll_nats_sum")
     if not weight.any():
@@ -92,40 +90,39 @@ def _interval(ends: Sequence[str] | None, weight: np.ndarray) -> str:
 
 
 def fidelity_table(
-    contents: Sequence[dict[str, Any]], names: Sequence[str], *, with_domains: bool = False
+    contents: Sequence[Mapping[str, Any]], names: Sequence[str], *, with_domains: bool = False
 ) -> str:
-    """A row for each run beside a teacher: how far it is from it; and for each of its domains."""
+    """A row for each run with a teacher: how far it is from its teacher; also by domain."""
     columns = {each.key: each.heading for each in FIDELITY if each.heading}
-    rows = [["beside its teacher", *columns.values()]]
+    rows = [["versus its teacher", *columns.values()]]
     for content, name in zip(contents, names, strict=True):
         if "fidelity" not in content:
             continue
-        domains = content["fidelity"]["by_domain"] if with_domains else {}
-        for title, part in ((name, content["fidelity"]), *domains.items()):
-            indent = "" if part is content["fidelity"] else "  "
+        parts = [(name, content["fidelity"])]
+        if with_domains:
+            parts += [(f"  {key}", part) for key, part in content["fidelity"]["by_domain"].items()]
+        for title, part in parts:
             values = (part.get(key) for key in columns)
-            cells = ("-" if value is None else number(value) for value in values)
-            rows.append([indent + title, *cells])
+            rows.append([title, *("-" if value is None else number(value) for value in values)])
     return align(rows)
 
 
-def _teacher_read(content: dict[str, Any]) -> tuple[str, ...]:
-    """What a teacher's numbers depend on."""
+def _teacher_key(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Everything that a teacher's numbers depend on."""
     prints = (content["fingerprints"][name] for name in ("teacher", "data", "protocol"))
     return *prints, content["teacher"]["dtype"]
 
 
-def _documents(path: Path) -> list[dict[str, Any]]:
-    """The lines of the documents.jsonl beside a results.json; none if there is no such file."""
-    file = (path if path.is_dir() else path.parent) / "documents.jsonl"
+def _documents(folder: Path) -> list[dict[str, Any]]:
+    """The rows of documents.jsonl; none if there is no such file."""
+    file = folder / "documents.jsonl"
     if not file.is_file():
         return []
     with file.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """The content of a results.json, given itself or its folder."""
+def _read_results(path: Path) -> dict[str, Any]:
     file = path / "results.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -142,24 +139,20 @@ def read_results(path: Path) -> dict[str, Any]:
     return content
 
 
-def notes(contents: Sequence[dict[str, Any]]) -> list[str]:
-    """Why numbers of these runs may not be compared, one sentence each; empty if they may."""
+def _notes(contents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Why numbers of these runs may not be compared, one sentence each."""
+    with_teacher = [content for content in contents if "fidelity" in content]
 
-    def differ(name: str) -> bool:
-        return len({content["fingerprints"][name] for content in contents}) > 1
+    def differ(key: str, among: Sequence[Mapping[str, Any]] = contents) -> bool:
+        return len({content["fingerprints"][key] for content in among}) > 1
 
-    found = []
     if differ("data"):
-        found.append("the runs read different texts: no number is comparable")
+        yield "the runs read different texts: no number is comparable"
     if differ("tokenizer"):
-        found.append("the tokenizers differ: compare byte ppl and bits/byte, not token ppl")
+        yield "the tokenizers differ: compare byte ppl and bits/byte, not token ppl"
     if differ("protocol"):
-        found.append("the protocols differ: windows, stride, BOS or EOS are not the same")
-    beside = [c for c in contents if "fidelity" in c]
-    if len({c["fingerprints"]["teacher"] for c in beside}) > 1:
-        found.append("the teachers differ: no KL is comparable")
-    elif len({c["teacher"]["dtype"] for c in beside}) > 1:
-        found.append(
-            "the teacher was read in different dtypes: small differences of KL mean nothing"
-        )
-    return found
+        yield "the protocols differ: windows, stride, BOS or EOS are not the same"
+    if differ("teacher", with_teacher):
+        yield "the teachers differ: no KL is comparable"
+    elif len({content["teacher"]["dtype"] for content in with_teacher}) > 1:
+        yield "the teacher was read in different dtypes: small differences of KL mean nothing"

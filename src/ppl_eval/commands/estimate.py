@@ -21,19 +21,15 @@ from ppl_eval.score.head import CHUNK_ELEMENTS
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the formulas need to know of a decoder that is not split.
+    """The sizes of a decoder before it is split.
 
     Attributes:
-        shapes: parameter name -> (shape, axis that tp splits or None).
-        layers: number of decoder layers.
+        shapes: parameter name -> (shape, dim that tp splits or None).
         dim: features of a hidden state.
-        heads: query heads.
-        kv_heads: key heads.
-        head_dim: features of a head.
-        hidden: hidden units of a feed-forward.
+        hidden: hidden units of a feed-forward layer.
         vocabulary: rows of the embedding.
         itemsize: bytes of a number.
-        has_soft_cap: whether attention scores are capped, and so must exist.
+        has_soft_cap: whether attention scores are capped, which needs all scores in memory.
     """
 
     shapes: Mapping[str, tuple[torch.Size, int | None]]
@@ -68,17 +64,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank, the largest.
+    """Bytes on the rank that needs most; traffic is what a rank receives in a step.
 
     Attributes:
-        dims: the mesh.
-        parameters: its shards.
-        gathered: parameters that FSDP2 has gathered while layers run.
-        activations: what a decoder layer computes.
-        head: logits of a chunk, and what turns them into a loss.
-        fsdp_traffic: bytes a step received for parameters.
-        cp_traffic: bytes a step received for keys and values.
-        tp_traffic: bytes a step received for sums of hidden states and for the loss.
+        parameters: the shards that the rank keeps.
+        gathered: parameters that FSDP2 gathers while layers run.
+        activations: intermediate results of a decoder layer.
+        head: logits of a chunk, and the computation of the loss.
+        fsdp_traffic: parameters.
+        cp_traffic: keys and values.
+        tp_traffic: sums of hidden states and of losses.
     """
 
     dims: ParallelDims
@@ -97,7 +92,7 @@ class Estimate:
 
     @property
     def traffic_per_batch(self) -> float:
-        """Bytes a rank receives for each batch that a step completes over all ranks."""
+        """Bytes that a rank receives, divided by the batches that all ranks complete in a step."""
         return (self.fsdp_traffic + self.cp_traffic + self.tp_traffic) / self.dims.batch_size
 
     def with_teacher(self, teacher: "Estimate") -> "Estimate":
@@ -124,20 +119,20 @@ def estimate(
 
     Args:
         sizes: the sizes of the model.
-        dims: the mesh.
-        positions: number of positions of a batch, padding included.
+        dims: the degrees of parallelism.
+        positions: number of tokens in a batch, padding included.
         reshard_after_forward: see :func:`ppl_eval.parallel.shard.shard_decoder`.
     """
     tp, fsdp, itemsize = dims.tp, dims.fsdp_size, sizes.itemsize
-    own = positions / dims.cp
-    shards = root = layer = 0  # numbers
+    local = positions / dims.cp
+    shards = root = layer = 0  # numbers, not bytes
     for name, (shape, axis) in sizes.shapes.items():
         shards += _num_of_rank(shape, axis, tp, fsdp)
         if not name.startswith("layers."):
             root += _num_of_rank(shape, axis, tp, 1)
         elif name.startswith("layers.0."):
             layer += _num_of_rank(shape, axis, tp, 1)
-    # of layers there are the one that runs, the next one, and the flat copy of that
+    # gathered layers: the one that runs, the next one, and the flat copy of the next one
     num_gathered = 3 if reshard_after_forward else sizes.layers + 1
     gathered = (root + num_gathered * layer) * itemsize if fsdp > 1 else 0
 
@@ -145,13 +140,13 @@ def estimate(
         return size * (ranks - 1) / ranks
 
     kv = 2 * positions * sizes.kv_heads // tp * sizes.head_dim * itemsize
-    sums = (itemsize + 2 * sizes.layers * 4) * own * sizes.dim + 3 * own * 4
+    sums = (itemsize + 2 * sizes.layers * 4) * local * sizes.dim + 3 * local * 4
     return Estimate(
         dims=dims,
         parameters=shards * itemsize,
         gathered=gathered,
         activations=_activations(sizes, dims, positions),
-        head=_head(sizes, tp, own),
+        head=_head(sizes, tp, local),
         fsdp_traffic=received(sizes.layers * layer * itemsize, fsdp) * reshard_after_forward,
         cp_traffic=received(sizes.layers * kv, dims.cp),
         tp_traffic=2 * received(sums, tp),
@@ -160,32 +155,32 @@ def estimate(
 
 def _activations(sizes: Sizes, dims: ParallelDims, positions: int) -> float:
     """Bytes that a decoder layer computes: the larger of attention and feed-forward."""
-    tp, itemsize, own = dims.tp, sizes.itemsize, positions / dims.cp
+    tp, itemsize, local = dims.tp, sizes.itemsize, positions / dims.cp
     heads, kv_heads = sizes.heads // tp * sizes.head_dim, sizes.kv_heads // tp * sizes.head_dim
-    attention = itemsize * own * (3 * sizes.dim + 5 * heads)
+    attention = itemsize * local * (3 * sizes.dim + 5 * heads)
     if tp > 1 and itemsize < 4:
-        attention += 4 * own * sizes.dim  # an fp32 sum over ranks, before its rounding
-    if dims.cp > 1:  # keys and values: this rank's, the window's, and these for all query heads
-        attention += itemsize * (2 * kv_heads * own + 2 * (kv_heads + heads) * positions)
+        attention += 4 * local * sizes.dim  # an fp32 sum over ranks, before it is rounded
+    if dims.cp > 1:  # keys and values: this rank's, the window's, the window's for all query heads
+        attention += itemsize * (2 * kv_heads * local + 2 * (kv_heads + heads) * positions)
     if sizes.has_soft_cap:  # scores of a block of queries, and their softmax in fp32
         scores = min(sizes.heads // tp * QUERY_BLOCK * positions, SCORE_ELEMENTS)
         attention += (itemsize + 4) * scores
-    feed_forward = itemsize * own * (4 * sizes.dim + 3 * -(-sizes.hidden // tp))
+    feed_forward = itemsize * local * (4 * sizes.dim + 3 * -(-sizes.hidden // tp))
     return max(attention, feed_forward)
 
 
-def _head(sizes: Sizes, tp: int, own: float) -> float:
-    """Bytes of a chunk's logits, of its hidden states, and of the norm of all hidden states."""
+def _head(sizes: Sizes, tp: int, local: float) -> float:
+    """Bytes of a chunk's logits and hidden states, and of the norm of all hidden states."""
     vocabulary = -(-sizes.vocabulary // tp)
-    rows = min(own, max(1, CHUNK_ELEMENTS // vocabulary))
-    head = 4 * rows * (vocabulary + sizes.dim) + own * sizes.dim * 3 * sizes.itemsize
+    rows = min(local, max(1, CHUNK_ELEMENTS // vocabulary))
+    head = 4 * rows * (vocabulary + sizes.dim) + local * sizes.dim * 3 * sizes.itemsize
     if sizes.itemsize < 4:  # rows of the weight in fp32, and their logits
         head += 4 * min(CAST_ROWS, vocabulary) * (sizes.dim + rows)
     return head
 
 
 def _num_of_rank(shape: torch.Size, axis: int | None, tp: int, fsdp: int) -> int:
-    """Numbers of a parameter that one rank holds; FSDP2 shards the first dim."""
+    """Numbers of a parameter that the rank with most holds; FSDP2 shards the first dim."""
     split = list(shape)
     if axis is not None:
         split[axis] = -(-split[axis] // tp)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from ppl_eval.adapter.check import strip
 from ppl_eval.checkpoint.checkpoint import config_of
 from ppl_eval.commands.estimate import Estimate, Sizes, estimate
-from ppl_eval.config.command_line import load
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.plan import batch_budget
 from ppl_eval.errors import UserError
@@ -27,20 +26,19 @@ _HEADINGS = (
 )
 
 
-def plan(args: Sequence[str], num_processes: int, device_memory_mib: float) -> str:
-    """The meshes that fit, the least communication first, as a table.
+def plan(cfg: EvalConfig, num_processes: int, device_memory_mib: float) -> str:
+    """A table of the meshes that fit, the one with the least communication first.
 
     Neither weights nor texts are read.
 
     Args:
-        args: ``--config NAME key=value`` as for ``tune run ppl_eval``.
+        cfg: the config of the run.
         num_processes: number of devices in all.
         device_memory_mib: memory of each device.
 
     Raises:
-        UserError: the config is wrong, or no mesh fits (naming the one that needs least).
+        UserError: a number is not positive, or no mesh fits (naming the one that needs least).
     """
-    cfg = load(args)
     if num_processes < 1 or device_memory_mib <= 0:
         raise UserError(
             f"--num-processes is {num_processes} and --device-memory-gib"
@@ -48,22 +46,22 @@ def plan(args: Sequence[str], num_processes: int, device_memory_mib: float) -> s
         )
     decoders = _decoders(cfg)
     positions = _positions(cfg, decoders)
-    every = _estimates(cfg, decoders, num_processes, positions)
-    fit = [one for one in every if one.total <= device_memory_mib * MIB]
+    estimates = _estimates(cfg, decoders, num_processes, positions)
+    fit = [each for each in estimates if each.total <= device_memory_mib * MIB]
     name = f"{cfg.model['_component_']} in {cfg.dtype} on {device_type(cfg.device)}, batches of"
     name += f" {positions:,} positions"
     if cfg.has_teacher:
         dtype = cfg.teacher_dtype or cfg.dtype
-        name += f", beside {cfg.teacher_model['_component_']} in {dtype} on the same mesh"
-    meshes_of = f"{counted(len(every), 'mesh')} on {counted(num_processes, 'process')}"
+        name += f", teacher {cfg.teacher_model['_component_']} in {dtype} on the same mesh"
+    meshes_of = f"{counted(len(estimates), 'mesh')} on {counted(num_processes, 'process')}"
     if not fit:
-        least = min(every, key=lambda one: one.total)
+        least = min(estimates, key=lambda each: each.total)
         raise UserError(
             f"{name}: none of {meshes_of} fits into {device_memory_mib:,.0f} MiB; {least.dims}"
             f" needs least, {least.total / MIB:,.0f} MiB: take more processes, or a smaller"
             " max_tokens_per_batch"
         )
-    fit.sort(key=lambda one: (one.traffic_per_batch, one.total))
+    fit.sort(key=lambda each: (each.traffic_per_batch, each.total))
     return (
         f"{name}\n{len(fit)} of {meshes_of} fit into {device_memory_mib:,.0f} MiB;"
         f" MiB of a rank, the least communication first\n\n{align([_HEADINGS, *map(_row, fit)])}"
@@ -71,7 +69,7 @@ def plan(args: Sequence[str], num_processes: int, device_memory_mib: float) -> s
 
 
 def meshes(decoder: TorchtuneDecoder, num_processes: int) -> Iterator[ParallelDims]:
-    """All layouts of ``num_processes`` that can split the model."""
+    """All degrees of parallelism that use ``num_processes`` and can split the model."""
     for tp in _divisors(num_processes):
         try:
             check_heads(decoder, tp)
@@ -92,8 +90,8 @@ def _decoders(cfg: EvalConfig) -> list[TorchtuneDecoder]:
     """The student, and the teacher if there is one, on meta and without adapters."""
     sections = [(cfg.model, cfg.checkpointer, cfg.dtype)]
     if cfg.has_teacher:
-        own = cfg.teacher_dtype or cfg.dtype
-        sections.append((cfg.teacher_model, cfg.teacher_checkpointer, own))
+        dtype = cfg.teacher_dtype or cfg.dtype
+        sections.append((cfg.teacher_model, cfg.teacher_checkpointer, dtype))
     found = []
     for section, checkpointer, dtype in sections:
         model = build_on_meta(section, DTYPES[dtype], config_of(checkpointer))
@@ -103,7 +101,7 @@ def _decoders(cfg: EvalConfig) -> list[TorchtuneDecoder]:
 
 
 def _positions(cfg: EvalConfig, decoders: Sequence[TorchtuneDecoder]) -> int:
-    """Most positions of a batch: a window that is longer than the budget is a batch of its own."""
+    """Most tokens in a batch: a window that is longer than the budget is a batch of one."""
     models = [decoder.model for decoder in decoders]
     window, _ = fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
     return max(batch_budget(cfg.max_tokens_per_batch, device_type(cfg.device)), window or 0)
@@ -112,15 +110,15 @@ def _positions(cfg: EvalConfig, decoders: Sequence[TorchtuneDecoder]) -> int:
 def _estimates(
     cfg: EvalConfig, decoders: Sequence[TorchtuneDecoder], num_processes: int, positions: int
 ) -> list[Estimate]:
-    """What every mesh needs that can split all models."""
-    reshard, teachers = cfg.parallel.reshard_after_forward, cfg.teacher_parallel
-    own = teachers.reshard_after_forward
-    reshards = (reshard, reshard if own is None else own)
+    """The estimate of every mesh that can split all models."""
+    reshard = cfg.parallel.reshard_after_forward
+    by_teacher = cfg.teacher_parallel.reshard_after_forward
+    reshards = (reshard, reshard if by_teacher is None else by_teacher)
     sizes = [Sizes.of(decoder) for decoder in decoders]
-    allowed = [set(meshes(decoder, num_processes)) for decoder in decoders]
+    allowed = [list(meshes(decoder, num_processes)) for decoder in decoders]
     found = []
-    for dims in meshes(decoders[0], num_processes):
-        if all(dims in each for each in allowed):
+    for dims in allowed[0]:
+        if dims in allowed[-1]:
             student, *teacher = (
                 estimate(size, dims, positions, reshard_after_forward=reshard)
                 for size, reshard in zip(sizes, reshards, strict=False)
@@ -129,11 +127,11 @@ def _estimates(
     return found
 
 
-def _row(one: Estimate) -> list[str]:
-    dims = one.dims
+def _row(planned: Estimate) -> list[str]:
+    dims = planned.dims
     numbers = (
-        *(one.parameters, one.gathered, one.activations, one.head, one.total),
-        *(one.fsdp_traffic, one.cp_traffic, one.tp_traffic, one.traffic_per_batch),
+        *(planned.parameters, planned.gathered, planned.activations, planned.head, planned.total),
+        *(planned.fsdp_traffic, planned.cp_traffic, planned.tp_traffic, planned.traffic_per_batch),
     )
     degrees = map(str, (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp))
     return [*degrees, *(f"{number / MIB:,.0f}" for number in numbers)]

@@ -1,6 +1,6 @@
-"""What a run is told: ``schema.py`` has every key, ``command_line.py`` reads them.
+"""The config of a run: ``schema.py`` has every key, ``command_line.py`` reads them.
 
-``parse`` is imported from here, as torchtune's recipes take theirs from ``torchtune.config``.
+Recipes import ``parse`` from here, as torchtune's recipes do from ``torchtune.config``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,6 @@ __all__ = ["EvalConfig", "parse"]
 def __getattr__(name: str) -> Any:
     if name != "parse":
         raise AttributeError(f"module 'ppl_eval.config' has no attribute {name!r}")
-    from ppl_eval.config import command_line  # only a program reads a command line
+    from ppl_eval.config import command_line  # imports boundary, which only programs may import
 
     return command_line.parse

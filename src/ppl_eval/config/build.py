@@ -1,7 +1,4 @@
-"""The content of a config file, as a checked :class:`EvalConfig`.
-
-The schema is strict: a key that is not in it is an error that names the nearest one that is.
-"""
+"""Turn the content of a config file into a checked :class:`EvalConfig`."""
 
 import dataclasses
 import difflib
@@ -18,19 +15,19 @@ from ppl_eval.config import from_folder
 from ppl_eval.config.checks import check_teacher, check_values, leaves
 from ppl_eval.config.schema import EvalConfig, is_text, known_keys
 from ppl_eval.errors import UserError
-from ppl_eval.hints import hint_for
+from ppl_eval.hints import did_you_mean, hint_for
 
 
-def build(content: dict[str, Any], spelled: Mapping[str, str]) -> EvalConfig:
+def build(content: dict[str, Any], typed: Mapping[str, str]) -> EvalConfig:
     """Merge a mapping into the schema, resolve interpolations, and check every value.
 
     Args:
         content: the content of a config file, after the command line has changed it.
-        spelled: numbers and booleans of the command line as typed, by dotted key.
+        typed: dotted key -> a number or boolean of the command line, as typed.
 
     Raises:
-        UserError: an unknown key, a value of the wrong type or out of range, a component that does
-            not exist or does not take an argument.
+        UserError: an unknown key (naming the nearest that exists), a value of the wrong type or out
+            of range, a component that does not exist or does not take an argument.
     """
     content = _expand_home(content)
     if content.get("fail_if", {}) is None:
@@ -54,12 +51,12 @@ def build(content: dict[str, Any], spelled: Mapping[str, str]) -> EvalConfig:
     check_values(config)
     from_folder.complete(config)
     check_teacher(config)
-    _check_components(config, spelled)
+    _check_components(config, typed)
     return config
 
 
-def _check_components(config: EvalConfig, spelled: Mapping[str, str]) -> None:
-    """Complete the sections and compare them with what their components take."""
+def _check_components(config: EvalConfig, typed: Mapping[str, str]) -> None:
+    """Check that each component exists and takes its arguments, after setting defaults of ours."""
     for key in config.components:
         node = getattr(config, key)
         if not node.get("_component_"):
@@ -69,16 +66,15 @@ def _check_components(config: EvalConfig, spelled: Mapping[str, str]) -> None:
         if key == "metric_logger" and "log_dir" in components.missing_arguments(node, key):
             node["log_dir"] = f"{config.output_dir}/logs"
         for name in node:
-            if f"{key}.{name}" in spelled and components.takes_text(node, key, name):
-                node[name] = spelled[f"{key}.{name}"]
-        supplied = ("tokenizer",) if key == "dataset" else ()
-        components.check(node, key, supplied=supplied)
+            if f"{key}.{name}" in typed and components.takes_text(node, key, name):
+                node[name] = typed[f"{key}.{name}"]
+        components.check(node, key, supplied=("tokenizer",) if key == "dataset" else ())
     for name, node in config.dataset.get("corpora", {}).items():
         components.check(node, f"dataset {name}", supplied=("tokenizer",))
 
 
 def _expand_home(node: Any) -> Any:
-    """``~/x`` and ``~user/x`` as the folder that is meant, in every value."""
+    """Replace ``~/x`` and ``~user/x`` by absolute paths, in every value."""
     if isinstance(node, dict):
         return {key: _expand_home(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -88,7 +84,7 @@ def _expand_home(node: Any) -> Any:
 
 
 def _named_corpora(datasets: list[Any]) -> dict[str, Any]:
-    """A list of data sets with names as one component."""
+    """Turn a list of named data sets into one component."""
     corpora: dict[str, Any] = {}
     for node in datasets:
         if not isinstance(node, dict) or not isinstance(node.get("name"), str):
@@ -96,15 +92,16 @@ def _named_corpora(datasets: list[Any]) -> dict[str, Any]:
                 f"config: dataset is a list, and one of it is {node!r:.80}, but each is a data set"
                 " with a name and a _component_"
             )
-        rest = {key: value for key, value in node.items() if key != "name"}
-        if node["name"] in corpora:
-            raise UserError(f"config: two of dataset are called {node['name']}: names differ")
-        corpora[node["name"]] = {"_component_": "ppl_eval.data.text_corpus", **rest}
+        arguments = {"_component_": "ppl_eval.data.text_corpus", **node}
+        name = arguments.pop("name")
+        if name in corpora:
+            raise UserError(f"config: two of dataset are called {name}: names differ")
+        corpora[name] = arguments
     return {"_component_": "ppl_eval.data.named_corpora", "corpora": corpora}
 
 
 def _register_resolver() -> None:
-    """``${embedded:NAME}`` in a config is the folder of an embedded checkpoint or text."""
+    """Make ``${embedded:NAME}`` the folder of an embedded checkpoint or text."""
     if OmegaConf.has_resolver("embedded"):
         return
     # OmegaConf 2.4 renamed register_new_resolver
@@ -113,7 +110,7 @@ def _register_resolver() -> None:
 
 
 def _check_keys(node: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse unknown keys, and values that are no mapping where the schema has one."""
+    """Refuse unknown keys, and a value that should be a mapping and is not."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         kinds = known_keys().get(key)
@@ -132,15 +129,13 @@ def _check_keys(node: Mapping[str, Any], prefix: str = "") -> None:
             _check_keys(value, f"{key}.")
 
 
-def _suggest(dotted: str) -> str:
-    """The end of a message about an unknown key: what to write instead."""
-    keys = list(known_keys())
-    leaf = dotted.split(".")[-1]
-    if hint_for(leaf):
-        return hint_for(leaf)
-    elsewhere = [key for key in keys if key.split(".")[-1] == leaf]
-    close = elsewhere or difflib.get_close_matches(dotted, keys, n=1)
-    if not close:
-        by_leaf = {key.split(".")[-1]: key for key in keys}
-        close = [by_leaf[k] for k in difflib.get_close_matches(leaf, list(by_leaf), n=1)]
-    return f"; did you mean {close[0]}?" if close else ""
+def _suggest(key: str) -> str:
+    """What to write instead of an unknown key, to end a message; empty if nothing is near."""
+    name = key.split(".")[-1]
+    by_name = {known.split(".")[-1]: known for known in reversed(known_keys())}
+    if hint_for(name) or name in by_name:
+        return hint_for(name) or f"; did you mean {by_name[name]}?"
+    if hint := did_you_mean(key, known_keys()):
+        return hint
+    close = difflib.get_close_matches(name, by_name, n=1)
+    return f"; did you mean {by_name[close[0]]}?" if close else ""

@@ -18,9 +18,9 @@ CHOICES = {
     "process_group.backend": ("auto", "gloo", "nccl"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
-"""Key -> the values that it may have, null aside."""
+"""Key -> the values that it may have, apart from null."""
 
-LEAST = {
+_LEAST = {
     "process_group.timeout_s": 1,
     "max_tokens_per_batch": 1,
     "max_documents": 1,
@@ -32,9 +32,8 @@ LEAST = {
     "bootstrap.resamples": 0,
     "bootstrap.seed": 0,
 }
-"""Key -> the least value that it may have, null aside."""
+"""Key -> the least value that it may have, apart from null."""
 
-_FOLDERS = ("output_dir", "checkpoint_dir", "teacher_checkpoint_dir")
 _DTYPES = {
     "float32": "fp32",
     "float": "fp32",
@@ -42,12 +41,13 @@ _DTYPES = {
     "float16": "fp16",
     "half": "fp16",
 }
+"""torch's name of a dtype -> the name in a config."""
 
 
 def check_values(config: EvalConfig) -> None:
-    """Check every value that is no component's argument, without looking at files.
+    """Check every value that is not an argument of a component, without looking at files.
 
-    dtypes are renamed as we spell them, and the keys of ``fail_if`` become dotted.
+    torch's names of dtypes are replaced by ours, and the keys of ``fail_if`` become dotted.
 
     Raises:
         UserError: the first value that is not allowed.
@@ -57,14 +57,14 @@ def check_values(config: EvalConfig) -> None:
         if value is not None:
             setattr(config, key, _DTYPES.get(value.removeprefix("torch."), value))
     values = dict(leaves(dataclasses.asdict(config)))
-    for key in _FOLDERS:
+    for key in ("output_dir", "checkpoint_dir", "teacher_checkpoint_dir"):
         if values[key] == "":
             raise UserError(f"{key} is empty: write . for the current folder")
-    rule_of(config.protocol.name)  # also says where a protocol has gone
+    rule_of(config.protocol.name)  # a protocol that was removed has a message that says so
     for key, allowed in CHOICES.items():
         if values[key] is not None and values[key] not in allowed:
             raise UserError(f"{key} is {values[key]!r}, but it is one of {', '.join(allowed)}")
-    for key, least in LEAST.items():
+    for key, least in _LEAST.items():
         if values[key] is not None and values[key] < least:
             raise UserError(f"{key} is {values[key]}, but it is at least {least}")
     if config.seed >= 2**63:
@@ -77,30 +77,30 @@ def check_values(config: EvalConfig) -> None:
 
 
 def check_teacher(config: EvalConfig) -> None:
-    """Check what only a run with a teacher has, once it is known whether there is one.
+    """Check the keys that are about a teacher, once it is known whether there is one.
 
     Raises:
-        UserError: a key for a teacher without a teacher, or one that a teacher forbids.
+        UserError: such a key without a teacher, or logits_dtype: model with a teacher.
     """
     if config.has_teacher:
         if config.logits_dtype != "fp32":
             raise UserError(
-                f"logits_dtype is {config.logits_dtype}, but beside a teacher logits are fp32: the"
+                f"logits_dtype is {config.logits_dtype}, but with a teacher logits are fp32: the"
                 " rounding of bf16 logits is as large as what is measured; set logits_dtype=fp32"
             )
         return
-    asked = [key for key in config.fail_if if key.startswith(("fidelity.", "teacher."))]
+    given = [key for key in config.fail_if if key.startswith(("fidelity.", "teacher."))]
     for key, value in leaves(dataclasses.asdict(config)):
         if key.startswith(("teacher_parallel.", "teacher_dtype")) and value is not None:
-            asked.append(key)
-    if asked:
+            given.append(key)
+    if given:
         raise UserError(
-            f"{asked[0]} is set, but there is no teacher: set teacher_checkpoint_dir=DIR"
+            f"{given[0]} is set, but there is no teacher: set teacher_checkpoint_dir=DIR"
         )
 
 
 def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no mapping and no list."""
+    """(dotted key, value) of everything that is neither a mapping nor a list."""
     if not isinstance(node, dict | list):
         yield key, node
         return

@@ -1,4 +1,4 @@
-"""The way from a command line to a checked config.
+"""From a command line to a checked config.
 
 ``--config NAME_OR_PATH`` names a YAML file, ``key=value`` and ``~key`` change its content.
 """
@@ -27,12 +27,12 @@ _EXAMPLES = """examples:
   tune run --nproc_per_node 4 ppl_eval --config smollm2/135M_ppl_eval parallel.tp=2 dtype=bf16
   tune run ppl_eval --config tiny_ppl_eval model=my_models.builder ~model.norm_eps
 
-`ppl-eval ls` lists the configs, docs/config.md the keys, and `ppl-eval check` tells what a run
+`ppl-eval ls` lists the configs, docs/config.md the keys, and `ppl-eval check` shows what a run
 would do."""
 
 
 def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
-    """Decorator of a recipe's ``main``: read the command line, then run it behind one boundary.
+    """Decorator of a recipe's ``main``: read the command line, run, and show errors once.
 
     It replaces torchtune's ``config.parse``, which opens the YAML file before the recipe runs and
     so knows neither our config names nor our schema. A user's copy of the recipe gets both.
@@ -54,7 +54,7 @@ def parse(recipe_main: Callable[[EvalConfig], None]) -> Callable[[], None]:
 def load(args: Sequence[str]) -> EvalConfig:
     """The checked config of a command line such as ``--config NAME key=value ~key``.
 
-    torch is not imported for it, unless a component of one's own can only be known that way.
+    torch is imported only where a component's arguments cannot be read from its source.
 
     Raises:
         UserError: whatever is wrong with the file, a key or a value.
@@ -71,7 +71,7 @@ def load(args: Sequence[str]) -> EvalConfig:
     )
     parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
     known, arguments = parser.parse_known_args(args)
-    if "log_level=DEBUG" in arguments:  # also for what is wrong with the config itself
+    if "log_level=DEBUG" in arguments:  # an error in the config itself then has a traceback
         boundary.set_log_level("DEBUG")
     content = read_yaml(shipped.config_path(known.config))
     config = build(content, overrides.apply(content, arguments))
@@ -81,7 +81,7 @@ def load(args: Sequence[str]) -> EvalConfig:
 
 
 def load_for_run(args: Sequence[str]) -> EvalConfig:
-    """As :func:`load`; the folders and files that the config names are there.
+    """As :func:`load`, and check that the folders and files in the config exist.
 
     Raises:
         UserError: also what is wrong with a path.
@@ -92,7 +92,7 @@ def load_for_run(args: Sequence[str]) -> EvalConfig:
         ("teacher_checkpoint_dir", config.teacher_checkpointer),
     ):
         folder = node.get("checkpoint_dir")
-        # a component of one's own may mean something else by it
+        # a user's component may mean something else by checkpoint_dir
         if str(node.get("_component_")).startswith("torchtune.") and isinstance(folder, str):
             need_folder(folder, key)
     if config.adapter.dir is not None:
@@ -119,14 +119,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _refuse_ignored_folder(config: EvalConfig, arguments: Sequence[str]) -> None:
-    """A config that names its folder elsewhere would measure another model than asked for."""
-    for whose in ("", "teacher_"):
-        asked = getattr(config, f"{whose}checkpoint_dir")
-        used = getattr(config, f"{whose}checkpointer").get("checkpoint_dir")
-        if used != asked and any(o.startswith(f"{whose}checkpoint_dir=") for o in arguments):
+    """Refuse checkpoint_dir=DIR if the checkpointer section names another folder."""
+    for prefix in ("", "teacher_"):
+        asked = getattr(config, f"{prefix}checkpoint_dir")
+        used = getattr(config, f"{prefix}checkpointer").get("checkpoint_dir")
+        if used != asked and any(each.startswith(f"{prefix}checkpoint_dir=") for each in arguments):
             raise UserError(
-                f"{whose}checkpoint_dir is {asked}, but the {whose}checkpointer section names"
-                f" {used}: set {whose}checkpointer.checkpoint_dir instead"
+                f"{prefix}checkpoint_dir is {asked}, but the {prefix}checkpointer section names"
+                f" {used}: set {prefix}checkpointer.checkpoint_dir instead"
             )
 
 

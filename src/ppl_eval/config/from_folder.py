@@ -1,4 +1,4 @@
-"""What a config's sections leave open is completed by what the checkpoint's folder says."""
+"""Complete a config's sections by what the checkpoint's folder says."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from ppl_eval.config.schema import TEACHER_COMPONENTS, EvalConfig
 from ppl_eval.errors import UserError
 from ppl_eval.model import from_folder as folders
 
-_FOUND_LATER = ("checkpoint_files", "output_dir")
+_NOT_NEEDED = ("checkpoint_files", "output_dir")
+"""Arguments of torchtune's checkpointers: the files are found in the folder, none is written."""
 
 
 def complete(config: EvalConfig) -> None:
@@ -25,8 +26,8 @@ def complete(config: EvalConfig) -> None:
     described = ("model", "checkpointer", "tokenizer")
     if config.checkpoint_dir is not None:
         for key in described:
-            _complete_section(config, key, "checkpoint_dir")
-    open_sections = [key for key in described if not _names_component(config, key)]
+            _complete_section(config, key, config.checkpoint_dir, "checkpoint_dir")
+    open_sections = [key for key in described if "_component_" not in getattr(config, key)]
     if open_sections:
         raise UserError(
             "checkpoint_dir is not set: set checkpoint_dir=DIR, a Hugging Face folder, or"
@@ -36,23 +37,16 @@ def complete(config: EvalConfig) -> None:
         config.teacher_model, config.teacher_checkpointer = {}, {}
     if config.teacher_checkpoint_dir is not None:
         for key in TEACHER_COMPONENTS:
-            _complete_section(config, key, "teacher_checkpoint_dir")
+            _complete_section(config, key, config.teacher_checkpoint_dir, "teacher_checkpoint_dir")
     _refuse_half_a_teacher(config)
 
 
 def leave_open(node: dict[str, Any], key: str) -> None:
-    """Give a torchtune checkpointer null for what an evaluation does not need.
-
-    These are the names of the files, which are found in the folder, and the folder to write to.
-    """
+    """Give a torchtune checkpointer null for the arguments that an evaluation does not need."""
     accepted = components.argument_names(node, key)
-    for name in _FOUND_LATER:
+    for name in _NOT_NEEDED:
         if name in accepted:
             node.setdefault(name, None)
-
-
-def _names_component(config: EvalConfig, key: str) -> bool:
-    return "_component_" in getattr(config, key)
 
 
 def _refuse_half_a_teacher(config: EvalConfig) -> None:
@@ -71,10 +65,10 @@ def _refuse_half_a_teacher(config: EvalConfig) -> None:
             )
 
 
-def _complete_section(config: EvalConfig, key: str, folder_key: str) -> None:
-    given, folder = getattr(config, key), getattr(config, folder_key)
-    is_open = not _names_component(config, key)
-    if not is_open and set(components.missing_arguments(given, key)) <= set(_FOUND_LATER):
+def _complete_section(config: EvalConfig, key: str, folder: str, folder_key: str) -> None:
+    given = getattr(config, key)
+    is_open = "_component_" not in given
+    if not is_open and set(components.missing_arguments(given, key)) <= set(_NOT_NEEDED):
         return
     try:
         if key == "tokenizer":
@@ -84,38 +78,40 @@ def _complete_section(config: EvalConfig, key: str, folder_key: str) -> None:
     except UserError:
         if is_open:
             raise
-        return  # the check of the component will say what it lacks
-    said = found[key.removeprefix("teacher_")]
+        return  # the check of the component names the missing argument
+    section = found[key.removeprefix("teacher_")]
     if not is_open:
-        said = _accepted(said, given, key, folder)
-    setattr(config, key, {**said, **given})
+        section = _accepted(section, given, key, folder)
+    setattr(config, key, {**section, **given})
 
 
-def _accepted(said: dict[str, Any], given: dict[str, Any], key: str, folder: str) -> dict[str, Any]:
+def _accepted(
+    section: dict[str, Any], given: dict[str, Any], key: str, folder: str
+) -> dict[str, Any]:
     """The arguments from the folder that the named component takes; a model must take all."""
     component, accepted = given["_component_"], components.argument_names(given, key)
     if key == "tokenizer" and str(component).startswith("torchtune."):
         return _tokenizer_files(given, "merges_file" in accepted, folder)
     if key.endswith("model"):
-        open_ones = [n for n in accepted if n not in {**said, **given} and "dropout" not in n]
-        if open_ones:
+        unknown = [n for n in accepted if n not in {**section, **given} and "dropout" not in n]
+        if unknown:
             raise UserError(
                 f"{key}._component_ is {component}, and {folder}/config.json does not say"
-                f" its {open_ones[0]}: set {key}.{open_ones[0]}=VALUE, or leave {key}._component_"
+                f" its {unknown[0]}: set {key}.{unknown[0]}=VALUE, or leave {key}._component_"
                 " out"
             )
-        lost = [name for name in said if name not in (*accepted, "_component_")]
+        lost = [name for name in section if name not in (*accepted, "_component_")]
         if lost:
             raise UserError(
                 f"{key}._component_ is {component}, which has no {lost[0]}, but"
-                f" {folder}/config.json says {lost[0]}={said[lost[0]]}: take a builder that has it,"
-                f" as {said['_component_']} has"
+                f" {folder}/config.json says {lost[0]}={section[lost[0]]}: take a builder that has"
+                f" it, as {section['_component_']} has"
             )
-    return {name: value for name, value in said.items() if name in accepted}
+    return {name: value for name, value in section.items() if name in accepted}
 
 
 def _tokenizer_files(given: dict[str, Any], has_merges: bool, folder: str) -> dict[str, Any]:
-    """torchtune's tokenizers read files, whose folder is not enough for them."""
+    """The files that a torchtune tokenizer reads: the folder alone is not enough for it."""
     names = {"path": "tokenizer.model"}
     if has_merges:
         names = {"path": "vocab.json", "merges_file": "merges.txt"}

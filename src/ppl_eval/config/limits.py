@@ -1,6 +1,9 @@
-"""``fail_if``: the metrics that a run bounds, checked before the run and held after it."""
+"""``fail_if``: upper limits on metrics, checked before the run and compared with its results."""
 
 import difflib
+import functools
+import operator
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -15,17 +18,18 @@ _NAMES = {
     "macro": tuple(metric.key for metric in MACRO),
     "teacher.metrics": _METRICS,
 }
-"""Section of results.json -> its names that can be bounded."""
+"""Section of results.json -> its names that can be limited."""
 
+_OF_DOMAIN = re.compile(r"domains\.(.+)\.metrics\.([^.]*)")
 _NEED_WHOLE_TEXT = {metric.key for metric in METRICS if metric.unit in WHOLE_TEXT}
 
 
 def check_limits(limits: Mapping[str, Any], protocol: str) -> None:
-    """Refuse what results do not have, or what is no number.
+    """Check the names and numbers of ``fail_if``.
 
     Args:
-        limits: dotted key -> the most allowed, as in ``fail_if``.
-        protocol: name of the protocol: only hf_stride has ``hf_perplexity``.
+        limits: dotted key -> the largest value allowed.
+        protocol: the protocol's name: only hf_stride has ``hf_perplexity``.
 
     Raises:
         UserError: a name that results do not have, or a limit that is not a number.
@@ -39,35 +43,29 @@ def check_limits(limits: Mapping[str, Any], protocol: str) -> None:
 def check_domains(keys: Iterable[str], domains: Collection[str]) -> None:
     """Refuse a limit on a domain that the text does not have.
 
-    Args:
-        keys: the dotted keys of ``fail_if``.
-        domains: names of the text's domains.
-
     Raises:
-        UserError: naming those that there are.
+        UserError: naming the domains that the text has.
     """
     for key in keys:
-        path, _ = _split(key)
-        if (path[0] == "domains" and path[1] not in domains) or (
-            path[0] == "macro" and not domains
-        ):
-            there = f"the domains {', '.join(sorted(domains))}" if domains else "no domains"
-            raise UserError(f"fail_if has {key}, but the text has {there}")
+        section, domain, *_ = _path(key)
+        if (section == "domains" and domain not in domains) or (section == "macro" and not domains):
+            found = f"the domains {', '.join(sorted(domains))}" if domains else "no domains"
+            raise UserError(f"fail_if has {key}, but the text has {found}")
 
 
 def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
-    """Refuse a limit on what is null because the protocol does not score all tokens.
+    """Refuse a limit on a metric that is null because the protocol does not score all tokens.
 
     Args:
         keys: the dotted keys of ``fail_if``.
         num_left_out: tokens that are never read, or read and never scored.
-        protocol: its name.
+        protocol: the protocol's name, for the message.
 
     Raises:
         UserError: naming the key, and what can be limited instead.
     """
     for key in keys if num_left_out else ():
-        if _split(key)[1] in _NEED_WHOLE_TEXT:
+        if _path(key)[-1] in _NEED_WHOLE_TEXT:
             raise UserError(
                 f"fail_if has {key}, but protocol.name={protocol} leaves out"
                 f" {counted(num_left_out, 'token')} of this text, so that no loss by word, byte or"
@@ -76,20 +74,13 @@ def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
 
 
 def over_limits(content: Mapping[str, Any], limits: Mapping[str, float]) -> str | None:
-    """What of ``fail_if`` a results.json exceeds, in one sentence; None if nothing.
+    """One sentence about the limits that a results.json exceeds; None if it exceeds none.
 
     A metric that is null (not finite, or without tokens) exceeds every limit.
-
-    Args:
-        content: of the results.json.
-        limits: of ``fail_if``, checked before the run.
     """
     problems = []
     for key, limit in limits.items():
-        path, name = _split(key)
-        value: Any = content
-        for part in (*path, name):
-            value = value[part]
+        value: Any = functools.reduce(operator.getitem, _path(key), content)
         if value is None:
             problems.append(f"{key} is null, which no limit allows")
         elif value > limit:
@@ -97,34 +88,30 @@ def over_limits(content: Mapping[str, Any], limits: Mapping[str, float]) -> str 
     return f"fail_if: {'; '.join(problems)}" if problems else None
 
 
-def _split(key: str) -> tuple[tuple[str, ...], str]:
-    """``domains.a.b.metrics.NAME`` is NAME of the metrics of the domain ``a.b``."""
-    section, _, name = key.rpartition(".")
-    if section.startswith("domains.") and section.endswith(".metrics"):
-        domain = section.removeprefix("domains.").removesuffix(".metrics")
-        return ("domains", domain, "metrics"), name
-    return tuple(section.split(".")), name
+def _path(key: str) -> list[str]:
+    """Keys that lead into results.json; the name of a domain may have dots."""
+    domain = _OF_DOMAIN.fullmatch(key)
+    return ["domains", domain[1], "metrics", domain[2]] if domain else key.split(".")
 
 
 def _check_name(key: str, protocol: str) -> None:
     section, _, name = key.rpartition(".")
     known = dict(_NAMES)
-    path, _ = _split(key)
-    if path[0] == "domains" and path[-1] == "metrics":
+    if _OF_DOMAIN.fullmatch(key):
         known[section] = tuple(each for each in _METRICS if each != "hf_perplexity")
-    if name == "hf_perplexity" and name in known.get(section, ()) and protocol != "hf_stride":
-        raise UserError(f"fail_if has {key}, but only protocol.name=hf_stride has it")
     if name in known.get(section, ()):
+        if name == "hf_perplexity" and protocol != "hf_stride":
+            raise UserError(f"fail_if has {key}, but only protocol.name=hf_stride has it")
         return
     every = [f"{section}.{each}" for section, names in known.items() for each in names]
-    same = [each for each in every if each.endswith(f".{name}")]
-    of_section = [each for each in same if each.startswith(key.split(".")[0])]
-    close = of_section or same or difflib.get_close_matches(key, every, n=1)
+    same_name = [each for each in every if each.endswith(f".{name}")]
+    same_name.sort(key=lambda each: not each.startswith(key.split(".")[0]))
+    close = same_name or difflib.get_close_matches(key, every, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     for section, names in known.items():
         if f"{key}.".startswith(f"{section}."):
-            listed = ", ".join(f"{section}.{each}" for each in names)
-            raise UserError(f"fail_if has {key}, but it is one of {listed}{hint}")
+            allowed = ", ".join(f"{section}.{each}" for each in names)
+            raise UserError(f"fail_if has {key}, but it is one of {allowed}{hint}")
     raise UserError(
         f"fail_if has {key}, but it is metrics.NAME, domains.DOMAIN.metrics.NAME, macro.NAME, or"
         f" with a teacher fidelity.NAME or teacher.metrics.NAME{hint}"

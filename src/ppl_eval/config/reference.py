@@ -1,16 +1,14 @@
 """Every key of the config with its meaning: docs/config.md and ``ppl-eval cp --full``.
 
-    python -m ppl_eval.config.reference
-
-prints the table of docs/config.md.
+``python -m ppl_eval.config.reference`` prints the table of docs/config.md.
 """
 
 import ast
 import dataclasses
 import inspect
+import operator
 import textwrap
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -27,20 +25,19 @@ _WIDTH = 100
 
 def meanings() -> dict[str, str]:
     """Dotted key -> what it means, in the order of the schema; a section means its docstring."""
-    tree = ast.parse(inspect.getsource(schema))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     below: dict[tuple[str, str], str] = {}
-    for name, node in classes.items():
-        for item, text in zip(node.body, node.body[1:], strict=False):
-            if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr):
-                assert isinstance(text.value, ast.Constant)
-                below[name, ast.unparse(item.target)] = " ".join(str(text.value.value).split())
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            for item, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    assert isinstance(text.value, ast.Constant)
+                    below[node.name, ast.unparse(item.target)] = str(text.value.value)
     found = {}
     for key, kinds in known_keys().items():
         section, _, name = key.rpartition(".")
         owner = known_keys()[section][0].__name__ if section else EvalConfig.__name__
         docstring = inspect.getdoc(kinds[0]) if dataclasses.is_dataclass(kinds[0]) else None
-        found[key] = docstring or below[owner, name]
+        found[key] = " ".join((docstring or below[owner, name]).split())
     return found
 
 
@@ -48,9 +45,11 @@ def table() -> list[str]:
     """The lines of the table in docs/config.md."""
     lines = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     for key, meaning in meanings().items():
-        default = _default(key)
-        shown = "" if dataclasses.is_dataclass(default) else f"`{_spelled(default)}`"
-        lines.append(f"| `{key}` | {_values(key)} | {shown} | {meaning} |")
+        default = ""
+        if not dataclasses.is_dataclass(known_keys()[key][0]):
+            as_yaml = yaml.safe_dump(_default(key), default_flow_style=True, width=1000)
+            default = f"`{as_yaml.splitlines()[0]}`"
+        lines.append(f"| `{key}` | {_values(key)} | {default} | {meaning} |")
     return lines
 
 
@@ -61,38 +60,23 @@ def full_config(name: str) -> str:
     content = read_yaml(path)
     lines = [header]
     for key, meaning in meanings().items():
-        section, _, leaf = key.rpartition(".")
+        section, _, name = key.rpartition(".")
         indent = "  " if section else ""
-        lines += [""] if not section else []
-        lines += textwrap.wrap(
-            meaning + (f" One of {', '.join(CHOICES[key])}." if key in CHOICES else ""),
-            width=_WIDTH,
-            initial_indent=f"{indent}# ",
-            subsequent_indent=f"{indent}# ",
-        )
-        default = _default(key)
-        if dataclasses.is_dataclass(default):
+        lines += [] if section else [""]
+        meaning += f" One of {', '.join(CHOICES[key])}." if key in CHOICES else ""
+        comment = textwrap.fill(meaning, _WIDTH - len(f"{indent}# "))
+        lines.append(textwrap.indent(comment, f"{indent}# "))
+        if dataclasses.is_dataclass(known_keys()[key][0]):
             lines.append(f"{key}:")
             continue
-        value = (content.get(section) or {} if section else content).get(leaf, default)
-        lines += _dumped(leaf, value, indent)
+        value = (content.get(section) or {} if section else content).get(name, _default(key))
+        as_yaml = yaml.safe_dump({name: value}, sort_keys=False, width=1000)
+        lines.append(textwrap.indent(as_yaml.rstrip("\n"), indent))
     return "\n".join(lines) + "\n"
 
 
-def _dumped(key: str, value: Any, indent: str) -> Iterator[str]:
-    text = yaml.safe_dump({key: value}, sort_keys=False, width=1000)
-    yield from (indent + line for line in text.splitlines())
-
-
 def _default(key: str) -> Any:
-    node: Any = EvalConfig()
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
-
-
-def _spelled(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).splitlines()[0]
+    return operator.attrgetter(key)(EvalConfig())
 
 
 def _values(key: str) -> str:

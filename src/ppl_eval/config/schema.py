@@ -1,6 +1,6 @@
 """The whole config: every key, its type, its default, and what it means.
 
-The text below a key is its meaning; docs/config.md and ``ppl-eval cp --full`` are made of it.
+docs/config.md and ``ppl-eval cp --full`` show the text below a key as its meaning.
 """
 
 import dataclasses
@@ -19,50 +19,53 @@ TEACHER_COMPONENTS = ("teacher_model", "teacher_checkpointer")
 
 @dataclass
 class ProtocolConfig:
-    """Which windows are read and which tokens are scored (docs/protocols.md)."""
+    """How texts are cut into windows and which tokens are scored (docs/protocols.md)."""
 
     name: str = "document"
     """The rule that cuts texts into windows."""
     max_seq_len: int | None = None
-    """Most tokens of a window. null: what the protocol's own tool takes (1024; llama_cpp 512, gptq
-    2048), or what the model reads if that is less."""
+    """Most tokens in a window. null: 1024 (llama_cpp 512, gptq 2048, as these tools have it), or
+    the model's context length if that is less."""
     stride: int | None = None
-    """Text tokens from the beginning of a window to that of the next. null: the protocol's own."""
+    """Text tokens from the start of a window to the start of the next. null: the protocol's
+    default."""
     add_bos: bool | str = "auto"
-    """Whether a window begins with BOS: true, false, or auto (as the tokenizer does it)."""
+    """Whether a window begins with a BOS token: true, false, or auto (as the tokenizer does)."""
     add_eos: bool = False
-    """Whether an EOS is appended to each document, and scored."""
+    """Whether an EOS token is appended to each document and scored."""
     separator: str | None = None
-    """Text between two documents, for protocols that join them. null: the protocol's own."""
+    """Text between two documents, for protocols that join them. null: the protocol's default."""
 
 
 @dataclass
 class ParallelConfig:
-    """How the processes are laid out (docs/parallelism.md)."""
+    """How the model is distributed over the processes (docs/parallelism.md)."""
 
     dp_replicate: int = 1
-    """Copies of the model, each of which reads its own windows."""
+    """Number of copies of the model. Each copy reads different windows."""
     dp_shard: int = -1
-    """Processes that share the parameters of a copy (FSDP2), each of which reads its own windows.
-    -1: all that are left."""
+    """Number of processes that the parameters of a copy are sharded over (FSDP2). Each process
+    reads different windows. -1: all processes that the other degrees leave."""
     cp: int = 1
-    """Processes that share each window (context parallelism)."""
+    """Number of processes that each window is split over (context parallelism)."""
     tp: int = 1
-    """Processes that share each matrix (tensor parallelism)."""
+    """Number of processes that each matrix is split over (tensor parallelism)."""
     reshard_after_forward: bool = True
-    """Whether the gathered parameters of a layer are freed after its forward pass."""
+    """Whether FSDP2 frees the gathered parameters of a layer after its forward pass. false: faster,
+    but each process ends up with all layers in memory."""
 
 
 @dataclass
 class TeacherParallelConfig:
-    """How the teacher is laid out; null takes the student's. tp * cp is the same for both."""
+    """How the teacher is distributed. null: as the student, by parallel. tp * cp must be the same
+    for both."""
 
     tp: int | None = None
-    """Processes that share each of the teacher's matrices."""
+    """parallel.tp of the teacher."""
     cp: int | None = None
-    """Processes that share each window when the teacher reads it."""
+    """parallel.cp of the teacher."""
     reshard_after_forward: bool | None = None
-    """Whether the gathered parameters of the teacher's layers are freed after use."""
+    """parallel.reshard_after_forward of the teacher."""
 
 
 @dataclass
@@ -70,9 +73,10 @@ class AdapterConfig:
     """A LoRA or DoRA adapter for the model (docs/distillation.md)."""
 
     dir: str | None = None
-    """Folder of the adapter. null: none."""
+    """Folder with the adapter's files. null: no adapter."""
     merge: bool = True
-    """Whether the adapter is added to the weights before the run, or computed beside them."""
+    """Whether the adapter is added to the weights before the run. false: its matrices stay apart
+    and are applied in every forward pass."""
 
 
 @dataclass
@@ -80,89 +84,95 @@ class ProcessGroupConfig:
     """How the processes communicate."""
 
     backend: str = "auto"
-    """auto is gloo on CPU, and on CUDA nccl (with gloo for CPU tensors)."""
+    """Backend of torch.distributed. auto: gloo on a CPU, and nccl on CUDA (with gloo for CPU
+    tensors)."""
     timeout_s: float = 180
-    """Seconds after which a process that waits for another gives up."""
+    """Seconds that a process waits for another one before the run fails."""
 
 
 @dataclass
 class BootstrapConfig:
-    """Bootstrap intervals over documents (docs/protocols.md)."""
+    """Confidence intervals by resampling documents (docs/protocols.md)."""
 
     resamples: int = 1000
-    """Number of resampled corpora. 0: no bootstrap."""
+    """Number of resampled corpora. 0: no intervals."""
     seed: int = 1234
     """Seed of the resampling."""
 
 
 @dataclass
 class EvalConfig:
-    """Everything that a config may say."""
+    """Every key of a config."""
 
     output_dir: str = "./out/ppl_eval"
     """Folder that the results are written to."""
     checkpoint_dir: str | None = None
-    """Folder of the weights and the tokenizer. It also completes tokenizer, model and checkpointer
-    where these leave something open."""
+    """Hugging Face folder with the weights and the tokenizer. Whatever tokenizer, model and
+    checkpointer leave out is taken from it."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """Component that turns text into tokens. Empty: the tokenizer in checkpoint_dir."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Component that builds the model. Empty: as config.json in checkpoint_dir describes it."""
+    """Component that builds the model. Empty: the model that config.json in checkpoint_dir
+    describes."""
     checkpointer: dict[str, Any] = field(default_factory=dict)
-    """Component that says which files hold the weights, in which layout. Empty: the files in
+    """Component that names the weight files and their format. Empty: the files in
     checkpoint_dir."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     teacher_checkpoint_dir: str | None = None
-    """Folder of a teacher that reads the same windows (docs/distillation.md). null: none, unless
-    teacher_model is given."""
+    """Hugging Face folder of a teacher that the model is compared with (docs/distillation.md).
+    null: no teacher, unless teacher_model is given."""
     teacher_model: dict[str, Any] = field(default_factory=dict)
-    """Component that builds the teacher. Empty: as for model."""
+    """Component that builds the teacher. Empty: the model in teacher_checkpoint_dir."""
     teacher_checkpointer: dict[str, Any] = field(default_factory=dict)
-    """Component that says which files hold the teacher's weights. Empty: as for checkpointer."""
+    """Component that names the teacher's weight files. Empty: the files in
+    teacher_checkpoint_dir."""
     teacher_parallel: TeacherParallelConfig = field(default_factory=TeacherParallelConfig)
     teacher_dtype: str | None = None
-    """The teacher's precision. null: dtype."""
+    """dtype of the teacher. null: as dtype."""
     noise_floor: bool = True
-    """Whether the divergence that rounding alone causes is measured as well, on one batch in 16."""
+    """With a teacher: whether the divergence that rounding alone causes is also measured, on every
+    16th batch."""
     dataset: dict[str, Any] = field(default_factory=dict)
-    """Component that reads the texts, or a list of data sets with names (docs/protocols.md).
-    ppl_eval.data.text_corpus takes source, data_files, split, column, domain_column, name, revision
-    and unit."""
+    """Component that reads the texts, or a list of data sets, each with a name
+    (docs/protocols.md). The component ppl_eval.data.text_corpus takes source, data_files, split,
+    column, domain_column, name, revision and unit."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     max_tokens_per_batch: int | None = None
-    """Most positions of a batch, padding included. null: 1024 on a CPU, 8192 on CUDA."""
+    """Most tokens in a batch, padding included. A longer window is a batch of one. null: 1024 on a
+    CPU, 8192 on CUDA."""
     max_documents: int | None = None
-    """Documents to read, from the first one on. null: all."""
+    """Read only this many documents, from the first one on. null: all."""
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
     save_tokens: bool = False
-    """Whether tokens.parquet is written, with the loss of every token."""
+    """Whether the loss of every token is written, to tokens.parquet."""
     fail_if: dict[str, Any] = field(default_factory=dict)
-    """Upper limits: keys of results.json, such as metrics.token_perplexity, with the largest number
-    allowed. A run with a larger value, or null, fails after its results are written."""
+    """Upper limits: key of results.json, such as metrics.token_perplexity, and the largest value
+    allowed. If a value is larger or null, the run fails after its results are written."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     process_group: ProcessGroupConfig = field(default_factory=ProcessGroupConfig)
     device: str | None = None
-    """cpu, cuda, or cuda:N for one process. null: cuda if there is one."""
+    """cpu, cuda, or (with one process) cuda:N. null: cuda if there is a CUDA device, else cpu."""
     dtype: str = "fp32"
     """Precision of the model's parameters and activations."""
     logits_dtype: str = "fp32"
-    """Precision of the logits: fp32, or the model's own (not with a teacher)."""
+    """Precision of the logits: fp32, or model (as dtype; not with a teacher)."""
     seed: int = 1234
     """Seed of torch's random numbers."""
     metric_logger: dict[str, Any] | None = field(
         default_factory=lambda: {"_component_": "torchtune.training.metric_logging.DiskLogger"}
     )
-    """Component that logs progress and metrics; it writes to log_dir, by default output_dir/logs.
-    null: none."""
+    """Component that logs progress and metrics to the folder log_dir (output_dir/logs if not
+    given). null: no such log."""
     log_every_n_steps: int = 10
-    """Steps between two entries of metric_logger, and between two looks for a loss that is NaN or
-    infinite, which ends the run. On a GPU each of these waits for the device."""
+    """Number of steps between two entries of metric_logger. At each entry the losses are also
+    checked, and NaN or infinity ends the run. On a GPU each entry waits for the device."""
     log_every_s: float = 30
-    """Seconds between two progress lines in the log, where there is no terminal for a bar."""
+    """Number of seconds between two lines of progress on stderr, when stderr is not a terminal (a
+    terminal has a progress bar)."""
     log_peak_memory_stats: bool = True
-    """Whether results.json has the peak of memory."""
+    """Whether results.json has the peak memory."""
     log_level: str = "INFO"
-    """What is told on stderr, from this level up."""
+    """Lowest level of the log messages on stderr."""
 
     @property
     def has_teacher(self) -> bool:
@@ -178,10 +188,9 @@ class EvalConfig:
 
 @functools.cache
 def known_keys(schema: type = EvalConfig, prefix: str = "") -> dict[str, tuple[type, ...]]:
-    """All dotted keys of the schema, down to where components' arguments begin.
+    """Dotted key -> the types that its value may have; for a section that is its dataclass.
 
-    Returns:
-        Key -> the types that its value may have; a section's is its dataclass.
+    Arguments of components are not among the keys.
     """
     found: dict[str, tuple[type, ...]] = {}
     for item in dataclasses.fields(schema):
@@ -194,5 +203,5 @@ def known_keys(schema: type = EvalConfig, prefix: str = "") -> dict[str, tuple[t
 
 
 def is_text(key: str) -> bool:
-    """Whether the values of a dotted key are text, and so never read as a number or a boolean."""
+    """Whether the value of a dotted key is text, which is never read as a number or a boolean."""
     return set(known_keys().get(key, ())) - {types.NoneType} == {str}
