@@ -75,7 +75,7 @@ def rank_main(
 
     from ppl_eval import compat
     from ppl_eval.checkpoint.config_json import NOTHING
-    from ppl_eval.commands.estimate import Sizes, estimate
+    from ppl_eval.commands.estimate import estimate
     from ppl_eval.model.build import build_on_meta
     from ppl_eval.model.torchtune_decoder import decoder_of
     from ppl_eval.parallel.dims import ParallelDims
@@ -105,7 +105,7 @@ def rank_main(
     model = build_on_meta(node, torch.float32, NOTHING).eval()
     decoder = decoder_of(model)
     assert decoder is not None
-    planned = estimate(Sizes.of(decoder), dims, rows * length)
+    planned = estimate(decoder, dims, rows * length)
     split_decoder(decoder, meshes.tp)
     shard_decoder(decoder, meshes.fsdp)
 

@@ -1,5 +1,4 @@
-"""``tune run ppl_eval`` and ``python -m ppl_eval`` run the shipped recipe, by path, as torchtune
-runs its own."""
+"""``tune run ppl_eval`` and ``python -m ppl_eval`` run the shipped recipe by its path."""
 
 import runpy
 import sys
@@ -8,8 +7,8 @@ from ppl_eval import boundary
 from ppl_eval.config import command_line as config
 from ppl_eval.shipped import recipe_path
 
-# what is wrong with the command line is told before the recipe imports torch; several ranks need
-# torch to agree on who tells it
+# one process reports a wrong command line before the recipe imports torch; several ranks need torch
+# to decide which of them reports it
 if boundary.Ranks.from_env().world_size == 1:
     boundary.guarded(lambda: config.load_for_run(sys.argv[1:]))
 

@@ -1,13 +1,10 @@
 """The boundary between a run and the terminal: one error, shown once, on any number of ranks.
 
-A rank that fails makes the others fail too (a peer closed the connection, a collective timed out).
-Only the first failure tells the user anything, so the ranks agree through the rendezvous store on
-which one that was; it alone writes to stderr. torchrun ends with a report of its own, on all ranks:
-each leaves its message in the file that torchrun reads. Every rank then exits with a code other
-than 0.
+A rank that fails makes the others fail too (a closed connection, a collective that times out).
+Through the rendezvous store the ranks find out which rank failed first, and only that rank writes
+to stderr. Every rank also leaves a message in the file from which torchrun makes its report.
 
-Only programs import this module, and before torchtune: importing it silences a notice that torchao
-prints when it is imported.
+Only programs import this module, before torchtune: the import silences a notice of torchao.
 """
 
 import contextlib
@@ -36,7 +33,7 @@ _WAIT_FOR_FIRST = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands, as its launcher says (torchrun's environment variables)."""
+    """This process's ranks, from the environment variables that torchrun sets."""
 
     rank: int
     world_size: int
@@ -45,7 +42,7 @@ class Ranks:
 
     @classmethod
     def from_env(cls) -> "Ranks":
-        """Rank 0 of 1 when nothing launched us."""
+        """Rank 0 of 1 without a launcher."""
         env = os.environ
         world_size = int(env.get("WORLD_SIZE", "1"))
         return cls(
@@ -57,7 +54,7 @@ class Ranks:
 
 
 def set_log_level(level: str) -> None:
-    """Show our log from ``level`` up: on stderr, from rank 0; other ranks only at DEBUG."""
+    """Show rank 0's log on stderr, from ``level`` up; other ranks' only at DEBUG."""
     logger.handlers = [logging.StreamHandler()]
     logger.propagate = False
     logger.setLevel(level if Ranks.from_env().rank == 0 or level == "DEBUG" else logging.ERROR)
@@ -66,18 +63,18 @@ def set_log_level(level: str) -> None:
 def guarded(main: Callable[[], object], *, alone: bool = False) -> None:
     """Run ``main`` and turn any exception into one message and a non-zero exit of this process.
 
-    A :class:`UserError` is shown as a sentence, anything else as a traceback, in both cases only by
-    the rank that failed first; with ``log_level: DEBUG`` every rank shows its traceback. A standard
-    stream that is closed or breaks does not end the run; see :mod:`ppl_eval.streams`.
+    Every rank calls it. The rank that failed first shows a :class:`UserError` as a sentence,
+    anything else as a traceback; with ``log_level: DEBUG`` every rank shows its traceback. A
+    standard stream that is closed or breaks does not end the run; see :mod:`ppl_eval.streams`.
 
     Args:
-        main: what to run. Its return value is ignored.
+        main: the program.
         alone: this process has no peers, whatever the environment says.
 
     Raises:
         SystemExit: with code 1 after an error, 3 above a limit of ``fail_if``, and 130 after
-            Ctrl-C, when this is the only process. With several, the process ends without running
-            destructors, which could wait for peers that are gone.
+            Ctrl-C. If there are several processes, each ends without running destructors, which
+            could wait for peers that are gone.
     """
     streams.restart_in_utf8()
     streams.repair()
@@ -93,14 +90,14 @@ def guarded(main: Callable[[], object], *, alone: bool = False) -> None:
         debug = logger.isEnabledFor(logging.DEBUG)
         _report(store, traceback.format_exc() if debug else f"ppl_eval: error: {error}")
         _leave(error.exit_code, alone)
-    except Exception:  # noqa: BLE001  (the boundary: whatever it is, it is shown once)
+    except Exception:  # noqa: BLE001  (the boundary: any error is shown once)
         rank = "" if alone else f" on rank {Ranks.from_env().rank}"
         _report(store, f"ppl_eval: unexpected error{rank}\n{traceback.format_exc()}")
         _leave(1, alone)
 
 
 def _connect() -> "Store":
-    """The launcher's store, for ranks to agree before any process group exists."""
+    """The launcher's store, which exists before any process group."""
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -117,8 +114,7 @@ def _report(store: "Store | None", message: str) -> None:
     """Write ``message`` to stderr if this rank failed first, or at log level DEBUG."""
     if store is None:
         _show(message)
-        _tell_launcher(message, first=True)
-        return
+        return _tell_launcher(message, first=True)
     import torch.distributed as dist
 
     # torchrun keeps the store when it starts the ranks again
@@ -126,7 +122,7 @@ def _report(store: "Store | None", message: str) -> None:
     failures, shown = f"ppl_eval/failures/{attempt}", f"ppl_eval/shown/{attempt}"
     try:
         first = store.add(failures, 1) == 1
-    except dist.DistError:  # the store ended with the rank that hosted it, which has spoken
+    except dist.DistError:  # the store ended with its host, a rank that has shown its error
         first = False
     if first or logger.isEnabledFor(logging.DEBUG):
         _show(message)
@@ -135,7 +131,7 @@ def _report(store: "Store | None", message: str) -> None:
         with contextlib.suppress(dist.DistError):
             store.set(shown, str(Ranks.from_env().rank))
         return
-    try:  # the launcher kills all ranks as soon as one ends: let the first finish its sentence
+    try:  # the launcher kills all ranks when one ends: wait until the first has shown its error
         store.wait([shown], _WAIT_FOR_FIRST)
         cause = f"rank {store.get(shown).decode()}"
     except dist.DistError:
@@ -144,21 +140,18 @@ def _report(store: "Store | None", message: str) -> None:
 
 
 def _tell_launcher(message: str, *, first: bool) -> None:
-    """Leave ``message`` for the report in which torchrun ends.
+    """Leave ``message`` for torchrun's report.
 
-    torchrun takes the entry with the smallest time for the cause, and stamps a rank that left none
-    with the second in which it saw it end. The first to fail is therefore dated a second back.
+    torchrun reports the entry with the smallest time as the cause. A rank without an entry gets the
+    second in which torchrun saw it end, so the first failure is dated one second back.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     timestamp = str(int(time.time()) - first)
     content = {"message": {"message": message.rstrip(), "extraInfo": {"timestamp": timestamp}}}
-    try:
-        with open(file, "w", encoding="ascii") as out:
-            json.dump(content, out)
-    except OSError:  # it has been shown on stderr
-        pass
+    with contextlib.suppress(OSError), open(file, "w", encoding="ascii") as out:
+        json.dump(content, out)
 
 
 def _show(message: str) -> None:

@@ -1,19 +1,18 @@
 """torchtune-style components: ``_component_`` names what to call, the other keys are arguments."""
 
-import difflib
 import importlib
 import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ppl_eval import signature
 from ppl_eval.errors import UserError, one_line
-from ppl_eval.hints import hint_for
+from ppl_eval.hints import did_you_mean, hint_for
 
 
 def find(path: Any, key: str) -> Callable[..., Any]:
@@ -21,7 +20,7 @@ def find(path: Any, key: str) -> Callable[..., Any]:
 
     Args:
         path: such as ``torchtune.models.llama3_2.llama3_2``.
-        key: the config key that holds it, for the error.
+        key: the config key of the component, for messages.
 
     Raises:
         UserError: no such module, or no such name in it.
@@ -32,20 +31,18 @@ def find(path: Any, key: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:cut])
+        module = ".".join(parts[:cut])
         try:
-            found: Any = importlib.import_module(module_name)
+            found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name and (
-                module_name == error.name or module_name.startswith(f"{error.name}.")
-            ):
+            if error.name and f"{module}.".startswith(f"{error.name}."):
                 continue
             raise UserError(
                 f"{key}._component_ is {path}, but importing it fails: {error}"
             ) from error
         for part in parts[cut:]:
             if not hasattr(found, part):
-                raise _no_such_name(path, key, module_name, part, dir(found))
+                raise _no_such_name(path, key, module, part, dir(found))
             found = getattr(found, part)
         return found
     raise UserError(
@@ -58,7 +55,7 @@ def _signature(path: Any, key: str) -> inspect.Signature | None:
     """The arguments of a component, without importing it if its source shows them.
 
     Returns:
-        None for a builtin that does not say.
+        None for a builtin that does not declare its arguments.
 
     Raises:
         UserError: no such module, or no such name in it.
@@ -78,14 +75,12 @@ def _signature(path: Any, key: str) -> inspect.Signature | None:
 
 
 def _parameters(node: Mapping[str, Any], key: str) -> Mapping[str, inspect.Parameter]:
-    """The declared arguments of a component by name; none if it does not say."""
     declared = _signature(node["_component_"], key)
     return {} if declared is None else declared.parameters
 
 
-def _no_such_name(path: str, key: str, module: str, name: str, names: Sequence[str]) -> UserError:
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+def _no_such_name(path: str, key: str, module: str, name: str, names: Iterable[str]) -> UserError:
+    hint = did_you_mean(name, names)
     return UserError(f"{key}._component_ is {path}, but {module} has no {name}{hint}")
 
 
@@ -94,34 +89,31 @@ def check(node: Mapping[str, Any], key: str, *, supplied: Sequence[str] = ()) ->
 
     Args:
         node: ``_component_`` and the arguments.
-        key: the config key that holds the component, for the error.
-        supplied: names of arguments that the component gets from us if it has them.
+        key: the config key of the component, for messages.
+        supplied: arguments that ppl_eval passes if the component has them.
 
     Raises:
-        UserError: naming the argument that it does not know, or that is missing.
+        UserError: naming the argument that is unknown or missing.
     """
     declared = _signature(node["_component_"], key)
     if declared is None:
         return
-    parameters = declared.parameters
-    arguments = {name: value for name, value in node.items() if name != "_component_"}
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    parameters, arguments = declared.parameters, _arguments(node)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for name in arguments:
-        if name not in parameters and not open_ended:
-            close = difflib.get_close_matches(name, list(parameters), n=1)
-            hint = f"; did you mean {key}.{close[0]}?" if close else hint_for(name)
+        if name not in parameters and not takes_any:
+            hint = did_you_mean(name, parameters, prefix=f"{key}.") or hint_for(name)
             raise UserError(
                 f"unknown config key {key}.{name}: {node['_component_']} has no such argument{hint}"
             )
-    arguments |= {name: None for name in supplied if name in parameters and name not in arguments}
     try:
-        declared.bind(**arguments)
+        declared.bind(**{name: None for name in supplied if name in parameters} | arguments)
     except TypeError as error:
         raise UserError(f"config: {key} ({node['_component_']}): {error}") from error
 
 
 def argument_names(node: Mapping[str, Any], key: str) -> list[str]:
-    """Names of the arguments that the component declares."""
+    """Names of the arguments that the component declares; none if it does not declare them."""
     return list(_parameters(node, key))
 
 
@@ -137,43 +129,46 @@ def missing_arguments(node: Mapping[str, Any], key: str) -> list[str]:
 
 
 def takes_text(node: Mapping[str, Any], key: str, name: str) -> bool:
-    """Whether the component declares an argument as a string, and no number."""
+    """Whether the component declares an argument as a string, and not as a number as well."""
     parameters = _parameters(node, key)
     if name not in parameters:
         return False
     annotation = parameters[name].annotation
-    said = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    kinds = set(re.findall(r"\w+", said))
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kinds = set(re.findall(r"\w+", text))
     return "str" in kinds and not kinds & {"int", "float", "bool", "Any"}
 
 
 def build(node: Mapping[str, Any], key: str, **more: Any) -> Any:
-    """Call the component with its arguments, ``more`` taking precedence.
+    """Call the component with its arguments and with ``more``, which takes precedence.
 
     Raises:
-        UserError: whatever the component raises: it is the user's choice, and so are its arguments.
-            With ``log_level: DEBUG`` its traceback is shown.
+        UserError: whatever the component raises, because the user chose it and its arguments. With
+            ``log_level: DEBUG`` its traceback is shown.
     """
     component = find(node["_component_"], key)
-    arguments = {name: value for name, value in node.items() if name != "_component_"}
     try:
-        return component(**{**arguments, **more})
+        return component(**{**_arguments(node), **more})
     except UserError:
         raise
-    except Exception as error:  # anyone's code may raise anything; its cause is kept
+    except Exception as error:  # a user's code may raise anything; the cause is kept
         with silent_destruction(error):
             raise UserError(f"{key} ({node['_component_']}) fails: {one_line(error)}") from error
 
 
+def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name != "_component_"}
+
+
 @contextmanager
 def silent_destruction(error: BaseException) -> Iterator[None]:
-    """Free the objects that failed calls have made, without a message if that fails as well.
+    """Free the objects that a failed call has made, without a message if that fails as well.
 
     torchtune's loggers close in ``__del__`` what a failed ``__init__`` did not open, and Python
     then prints a second traceback.
 
     Args:
-        error: what the calls raised; its traceback stays, without their local variables.
+        error: the exception; its traceback stays, without the local variables.
     """
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
@@ -184,11 +179,7 @@ def silent_destruction(error: BaseException) -> Iterator[None]:
 
 
 def need(built: Any, key: str, *names: str) -> None:
-    """Refuse an object that a component gave and that lacks one of ``names``.
-
-    Raises:
-        UserError: naming what is missing.
-    """
+    """Refuse an object that a component returned and that lacks one of the attributes ``names``."""
     for name in names:
         if not hasattr(built, name):
             raise UserError(f"{key} ({type(built).__name__}) has no {name}")

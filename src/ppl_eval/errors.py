@@ -1,14 +1,14 @@
-"""What ends a run in one sentence."""
+"""Errors that end a run with one sentence."""
 
 import re
 
 
 class UserError(ValueError):
-    """A mistake in the input, told in one sentence: the value found, the rule, and the fix.
+    """A mistake in the input, in one sentence: the value found, the rule, and the fix.
 
-    Whoever raises it has checked something that the user chose (a config key, a file, a number of
-    processes). :mod:`ppl_eval.boundary` shows its message once, without a traceback. Every other
-    exception is a defect of ours or of the machine, and is shown with its traceback.
+    It is about something that the user chose (a config key, a file, a number of processes).
+    :mod:`ppl_eval.boundary` shows it once, without a traceback. Every other exception is a defect
+    of the program or of the machine, and is shown with its traceback.
     """
 
     exit_code = 1
@@ -21,7 +21,7 @@ class LimitExceeded(UserError):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception and its cause in one line of readable length, for a message of ours."""
+    """An exception and its cause in one line of at most 400 characters."""
     text = f"{type(error).__name__}: {error}"
     if error.__cause__ is not None:
         text += f" ({type(error.__cause__).__name__}: {error.__cause__})"

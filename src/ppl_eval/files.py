@@ -1,4 +1,4 @@
-"""Files of a checkpoint or a text: pointers of git-lfs, JSON."""
+"""Read JSON files, and refuse pointers of git-lfs."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,11 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(path: Path, name: str | None = None) -> None:
-    """Refuse a file whose content git left on its server.
+    """Refuse a pointer of git-lfs, whose content is still on the server.
 
     Args:
-        path: where it lies.
-        name: as the user knows it, if not by its path.
-
-    Raises:
-        UserError: it is a pointer of git-lfs.
+        path: the file.
+        name: a name of the file that the user knows better than its path.
     """
     if not path.is_file() or path.stat().st_size > 1024:
         return
@@ -30,10 +27,10 @@ def refuse_lfs_pointer(path: Path, name: str | None = None) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file as a mapping.
+    """The mapping in a JSON file.
 
     Raises:
-        UserError: it is none.
+        UserError: the file is missing, is not JSON, or holds something else.
     """
     refuse_lfs_pointer(path)
     try:

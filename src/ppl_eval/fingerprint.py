@@ -12,7 +12,7 @@ _BLOCKS_OF_A_FILE = 1024
 
 
 def of(*content: Any) -> str:
-    """Hash of anything that JSON can hold; other objects count by their text."""
+    """Hash of anything that JSON can hold; other objects by ``str``."""
     return _short(hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()))
 
 
@@ -25,11 +25,10 @@ def of_arrays(*arrays: Any) -> str:
 
 
 def of_files(paths: Iterable[Path]) -> str:
-    """Hash of files by their sizes and samples of their content, not by their names.
+    """Hash of the sizes of files and of samples of their content, not of their names.
 
-    Little of a large file is read: of a .safetensors file the header and four blocks of 4 KiB of
-    every tensor, so that a change anywhere in training shows; of others 1,024 such blocks, evenly
-    spaced.
+    Samples are the header of a .safetensors file and four blocks of 4 KiB in each tensor, so that
+    any training step changes the hash; in other files 1,024 such blocks, evenly spaced.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -44,19 +43,17 @@ def of_files(paths: Iterable[Path]) -> str:
 
 
 def _sampled_ranges(path: Path, file: Any, size: int) -> list[tuple[int, int, int]]:
-    """(begin, end, number of blocks) of what is sampled."""
-    if path.suffix == ".safetensors":
-        length = int.from_bytes(file.read(8), "little")
-        if 8 + length <= size:
-            try:
-                header = json.loads(file.read(length))
-                tensors = [v["data_offsets"] for k, v in header.items() if k != "__metadata__"]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                tensors = []  # not safetensors after all: whoever loads it will say so
-            start = 8 + length
-            whole = [(0, start, -(-start // _BLOCK))]
-            return whole + [(start + b, start + e, _BLOCKS_OF_A_TENSOR) for b, e in tensors]
-    return [(0, size, _BLOCKS_OF_A_FILE)]
+    """(begin, end, number of blocks) of each part of a file that is sampled."""
+    start = 8 + int.from_bytes(file.read(8), "little")
+    if path.suffix != ".safetensors" or start > size:
+        return [(0, size, _BLOCKS_OF_A_FILE)]
+    try:
+        header = json.loads(file.read(start - 8))
+        tensors = [v["data_offsets"] for k, v in header.items() if k != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        tensors = []  # not safetensors after all: whoever loads it will raise an error
+    whole_header = (0, start, -(-start // _BLOCK))
+    return [whole_header, *((start + b, start + e, _BLOCKS_OF_A_TENSOR) for b, e in tensors)]
 
 
 def _evenly(begin: int, end: int, blocks: int) -> list[int]:

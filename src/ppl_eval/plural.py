@@ -1,4 +1,4 @@
-"""Numbers and lists of things, as people write them."""
+"""Numbers with nouns, and shortened lists, as text."""
 
 from collections.abc import Sequence
 

@@ -1,13 +1,12 @@
 """Find the recipes, configs and embedded models that come with the package."""
 
-import difflib
 from pathlib import Path
 
 from ppl_eval.errors import UserError
+from ppl_eval.hints import did_you_mean
 
 RECIPES = {"ppl_eval": "perplexity_eval.py"}
 """Name on the command line -> file in recipes/."""
-
 EMBEDDED = ("tiny_teacher", "tiny_student", "tiny_text")
 """Folders in the package: two trained checkpoints and the held-out text."""
 
@@ -34,12 +33,10 @@ def config_names() -> list[str]:
 
 
 def config_path(name_or_path: str) -> Path:
-    """The YAML file behind ``--config NAME_OR_PATH``.
-
-    An existing file comes first, then the name of a shipped config.
+    """The YAML file that ``--config NAME_OR_PATH`` names: an existing file, else a shipped config.
 
     Raises:
-        UserError: neither of the two.
+        UserError: there is neither.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -47,20 +44,14 @@ def config_path(name_or_path: str) -> Path:
     names = config_names()
     if name_or_path in names:
         return _folder("configs") / f"{name_or_path}.yaml"
-    close = difflib.get_close_matches(name_or_path, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
     raise UserError(
-        f"--config {name_or_path}: no such file, and no shipped config has that name; "
-        f"{hint}`ppl-eval ls` lists the shipped ones"
+        f"--config {name_or_path}: no such file, and no shipped config has that name"
+        f"{did_you_mean(name_or_path, names)}; `ppl-eval ls` lists the shipped ones"
     )
 
 
 def embedded_path(name: str) -> Path:
-    """Folder of an embedded checkpoint or text, for our configs and for other tools.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Folder of an embedded checkpoint or text."""
     if name not in EMBEDDED:
         raise UserError(f"{name!r} is not embedded: choose one of {', '.join(EMBEDDED)}")
     return _PACKAGE / "embedded" / name

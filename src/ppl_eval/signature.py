@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -12,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-_MOST_HOPS = 8  # from a package's __init__.py to the definition
+_MOST_IMPORTS = 8  # from a package's __init__.py to the definition
 
 
 def read(path: str) -> inspect.Signature | None:
@@ -24,8 +25,8 @@ def read(path: str) -> inspect.Signature | None:
         path: dotted, such as ``torchtune.models.llama3_2.llama3_2``.
 
     Returns:
-        The signature, or None where only an import tells: no Python source, a decorator, a
-        constructor that is inherited, a name bound under a condition or by an assignment.
+        The signature, or None if only an import can show it: no Python source, a decorator, an
+        inherited constructor, a name bound under a condition or by an assignment.
 
     Raises:
         LookupError: the module does not bind the name, with (module, name, names that it binds).
@@ -36,50 +37,53 @@ def read(path: str) -> inspect.Signature | None:
     for cut in range(len(parts) - 1, 0, -1):
         spec = _spec(".".join(parts[:cut]))
         if spec is not None:
-            found = _definition(spec, parts[cut], _MOST_HOPS)
+            found = _definition(spec, parts[cut], _MOST_IMPORTS)
             return None if found is None or cut < len(parts) - 1 else _signature(found)
     return None
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Where a module is, found without running its parents."""
-    spec, places = None, [*sys.path, os.getcwd()]
+    """Find a module without running its parent packages."""
+    spec, folders = None, [*sys.path, os.getcwd()]
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:count]), places)
+        spec = PathFinder.find_spec(".".join(parts[:count]), folders)
         if spec is None:
             return None
-        places = list(spec.submodule_search_locations or [])
+        folders = list(spec.submodule_search_locations or [])
     return spec
 
 
-def _definition(spec: ModuleSpec, name: str, hops: int) -> ast.FunctionDef | ast.ClassDef | None:
-    if not (spec.origin or "").endswith(".py") or hops == 0:
+def _definition(
+    spec: ModuleSpec, name: str, most_imports: int
+) -> ast.FunctionDef | ast.ClassDef | None:
+    """The statement that defines a name, found through the imports of the module."""
+    if not (spec.origin or "").endswith(".py") or most_imports == 0:
         return None
     try:
         body = ast.parse(Path(str(spec.origin)).read_bytes()).body
-    except SyntaxError:  # importing it will say where
+    except SyntaxError:  # an import will report it
         return None
-    binding = [node for node in body if {name, "*"} & set(_bound(node))]
+    bound = [(node, set(_bound(node))) for node in body]
+    binding = [node for node, names in bound if names & {name, "*"}]
     if not binding:
-        bound = {each for node in body for each in _bound(node)}
-        if "__getattr__" in bound or _spec(f"{spec.name}.{name}") is not None:
+        every = {each for _, names in bound for each in names}
+        if "__getattr__" in every or _spec(f"{spec.name}.{name}") is not None:
             return None
-        inner = (
-            module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or [])
-        )
-        raise LookupError(spec.name, name, [*bound, *inner])
+        modules = pkgutil.iter_modules(spec.submodule_search_locations or [])
+        raise LookupError(spec.name, name, [*every, *(module.name for module in modules)])
     last = binding[-1]
     if isinstance(last, ast.FunctionDef | ast.ClassDef):
         return last
     if not isinstance(last, ast.ImportFrom) or "*" in _bound(last):
         return None
-    package = spec.name if spec.submodule_search_locations is not None else spec.parent
-    above = str(package).split(".")
-    prefix = above[: len(above) - last.level + 1] if last.level else []
-    origin = _spec(".".join([*prefix, *([last.module] if last.module else [])]))
-    original = next(a.name for a in last.names if name in (a.asname, a.name))
-    return None if origin is None else _definition(origin, original, hops - 1)
+    try:
+        module = importlib.util.resolve_name("." * last.level + (last.module or ""), spec.parent)
+    except ImportError:  # too many dots: an import will report it
+        return None
+    origin = _spec(module)
+    original = next(alias.name for alias in last.names if name in (alias.asname, alias.name))
+    return None if origin is None else _definition(origin, original, most_imports - 1)
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
@@ -96,6 +100,7 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 
 def _signature(found: ast.FunctionDef | ast.ClassDef) -> inspect.Signature | None:
+    """The signature of a stub with the same parameters; a method's lacks ``self``."""
     function: ast.AST = found
     if isinstance(found, ast.ClassDef):
         made = [node for node in found.body if {"__init__", "__new__"} & set(_bound(node))]
@@ -109,8 +114,8 @@ def _signature(found: ast.FunctionDef | ast.ClassDef) -> inspect.Signature | Non
     given.kw_defaults = [default and none for default in given.kw_defaults]
     function.body, function.returns = [ast.Pass()], None
     stub = ast.fix_missing_locations(ast.Module([function], []))
-    made_of_stub: dict[str, Any] = {}
-    exec(compile(stub, "stub", "exec", __future__.annotations.compiler_flag), made_of_stub)
-    signature = inspect.signature(made_of_stub[function.name])
-    own = list(signature.parameters.values())[isinstance(found, ast.ClassDef) :]
-    return signature.replace(parameters=own)
+    namespace: dict[str, Any] = {}
+    exec(compile(stub, "stub", "exec", __future__.annotations.compiler_flag), namespace)
+    signature = inspect.signature(namespace[function.name])
+    skipped = 1 if isinstance(found, ast.ClassDef) else 0
+    return signature.replace(parameters=list(signature.parameters.values())[skipped:])

@@ -1,8 +1,8 @@
-"""Standard streams that may be closed, full, or without our letters.
+"""Standard streams that are closed, break, or cannot encode some characters.
 
-``tune run ppl_eval | head`` closes the reader's end of stdout while a run goes on. A run is worth
-more than what it prints, so a stream that cannot be written any more is dropped and the run goes
-on. :func:`repair` does this for the whole process; nothing else has to think of it.
+``tune run ppl_eval | head`` closes stdout's reader while a run goes on. The run matters more than
+what it prints, so a stream that cannot be written any more is dropped. :func:`repair` does this for
+the whole process.
 """
 
 import errno
@@ -15,16 +15,16 @@ _STREAMS = ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"))
 
 
 def repair() -> None:
-    """Replace this process's standard streams by ones that do not raise.
+    """Replace this process's standard streams by streams that do not raise.
 
-    A closed stream becomes the null device; one that breaks later does so then. If it breaks for
-    another reason than a reader that has gone, one line on stderr says so. Letters that the
-    stream's encoding lacks are written as escapes. Streams that are no standard ones (a notebook's,
-    a test's) stay as they are.
+    A closed stream becomes the null device, and so does one that breaks later. If it breaks for
+    another reason than a closed pipe, one line on stderr tells the user. Characters that the
+    stream's encoding lacks are written as escapes. Other streams (in a notebook, in a test) stay as
+    they are.
     """
     for fd, name, mode in _STREAMS:
         stream = getattr(sys, name)
-        if stream is None:  # the process was started without it; what is opened gets its number
+        if stream is None:  # the process began without it; the file opened here gets its number
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif mode == "w" and _is_standard(stream, fd):
             setattr(sys, name, _unbreakable(stream, fd, name))
@@ -33,39 +33,39 @@ def repair() -> None:
 def restart_in_utf8() -> None:
     """Start this process again in Python's UTF-8 mode, if its locale has another encoding.
 
-    Under ``LC_ALL=C`` Python may take file names for ASCII, and then cannot open ``café`` if a
-    config names it, nor hand it to libraries that expect UTF-8. The mode cannot be changed later.
-    Does nothing where the process's command line is not the one that is being run.
+    Under ``LC_ALL=C`` Python may treat file names as ASCII, and cannot open ``café`` or pass it to
+    libraries that expect UTF-8. The mode cannot be changed later. Nothing happens if sys.argv is
+    not the command line of the process.
     """
     args = sys.argv[1:]
-    ours = bool(args) and sys.orig_argv[-len(args) :] == args
-    if sys.getfilesystemencoding() != "utf-8" and ours and "utf8" not in sys._xoptions:
+    is_command_line = bool(args) and sys.orig_argv[-len(args) :] == args
+    is_utf8 = sys.getfilesystemencoding() == "utf-8" or "utf8" in sys._xoptions
+    if is_command_line and not is_utf8:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 class _Dropping(io.FileIO):
-    """The file behind a standard stream; the null device takes its place when a write fails."""
+    """The file of a standard stream; the null device replaces it when a write fails."""
 
-    def __init__(self, fd: int, name: str) -> None:
+    def __init__(self, fd: int, stream_name: str) -> None:
         super().__init__(fd, "w", closefd=False)
-        self._what = name
+        self._stream_name = stream_name
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
             _point_to_null(self.fileno())
-            if error.errno != errno.EPIPE and self._what != "stderr":
+            if error.errno != errno.EPIPE and self._stream_name != "stderr":
                 sys.stderr.write(
-                    f"ppl_eval: {self._what} cannot be written ({error.strerror});"
+                    f"ppl_eval: {self._stream_name} cannot be written ({error.strerror});"
                     " going on without it\n"
                 )
             return memoryview(data).nbytes
 
 
 def _unbreakable(stream: io.TextIOWrapper, fd: int, name: str) -> io.TextIOWrapper:
-    raw = getattr(stream.buffer, "raw", None)
-    if isinstance(raw, _Dropping):
+    if isinstance(getattr(stream.buffer, "raw", None), _Dropping):
         return stream
     try:
         stream.flush()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppl_eval import UserError, compat
 from ppl_eval.checkpoint.config_json import NOTHING
-from ppl_eval.commands.estimate import Sizes, estimate
+from ppl_eval.commands.estimate import estimate
 from ppl_eval.commands.plan import meshes, plan
 from ppl_eval.config.command_line import load
 from ppl_eval.model.build import build_on_meta
@@ -75,7 +75,7 @@ def measure(rank, world_size):
         meshes = dims.build_mesh("cpu")
         model = build_on_meta(node(VOCABULARY), dtype, NOTHING).eval()
         decoder = decoder_of(model)
-        planned = estimate(Sizes.of(decoder), dims, ROWS * LENGTH)
+        planned = estimate(decoder, dims, ROWS * LENGTH)
         split_decoder(decoder, meshes.tp)
         shard_decoder(decoder, meshes.fsdp)
         model.to_empty(device="cpu")

@@ -123,7 +123,7 @@ def test_the_page_has_what_the_commands_print(tutorial):
     _, (*_, evaluated), _ = tutorial
     page = {" ".join(line.split()) for line in PAGE.read_text().splitlines()}
     printed = [" ".join(line.split()) for line in evaluated.splitlines()]
-    same = [line for line in printed if re.match(r"documents scored|beside its|before \d", line)]
+    same = [line for line in printed if re.match(r"documents scored|versus its|before \d", line)]
     same += [line for line in printed if line.startswith("tiny_teacher (teacher)")]
     assert len(same) >= 5
     assert set(same) <= page

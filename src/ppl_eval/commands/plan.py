@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ppl_eval.adapter.check import strip
 from ppl_eval.checkpoint.checkpoint import config_of
-from ppl_eval.commands.estimate import Estimate, Sizes, estimate
+from ppl_eval.commands.estimate import Estimate, estimate
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.plan import batch_budget
 from ppl_eval.errors import UserError
@@ -114,14 +114,13 @@ def _estimates(
     reshard = cfg.parallel.reshard_after_forward
     by_teacher = cfg.teacher_parallel.reshard_after_forward
     reshards = (reshard, reshard if by_teacher is None else by_teacher)
-    sizes = [Sizes.of(decoder) for decoder in decoders]
     allowed = [list(meshes(decoder, num_processes)) for decoder in decoders]
     found = []
     for dims in allowed[0]:
         if dims in allowed[-1]:
             student, *teacher = (
-                estimate(size, dims, positions, reshard_after_forward=reshard)
-                for size, reshard in zip(sizes, reshards, strict=False)
+                estimate(decoder, dims, positions, reshard_after_forward=reshard)
+                for decoder, reshard in zip(decoders, reshards, strict=False)
             )
             found.append(student.with_teacher(teacher[0]) if teacher else student)
     return found
