@@ -115,7 +115,7 @@ def test_what_torchtune_wrote_is_what_is_measured(tutorial, run_recipe, held_out
     texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()[:12]]
     tokenizer = hf_tokenizer(str(shipped.embedded_path("tiny_teacher")))
     theirs = evaluate(model, tokenizer, texts, max_seq_len=256).summary.documents
-    assert theirs.nll_nats_sum.tolist() == pytest.approx(merged, rel=1e-5)
+    assert theirs.sums["nll_nats"].tolist() == pytest.approx(merged, rel=1e-5)
 
 
 def test_the_page_has_what_the_commands_print(tutorial):
