@@ -158,14 +158,11 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]]
         "--make-parents": {"action": "store_true", "help": "create missing folders"},
     },
     _where: {"name": {"help": f"one of {', '.join(shipped.EMBEDDED)}"}},
-    _check: {
-        "--num-processes": {"type": int, "default": 1, "help": "1 if left out"},
-        **_CONFIG,
-    },
+    _check: {"--num-processes": {"type": int, "default": 1, "help": "1 if left out"}} | _CONFIG,
     _plan: {
         "--num-processes": {"type": int, "required": True, "help": "number of devices in all"},
-        "--device-memory-gib": {"type": float, "metavar": "G", "help": "this or the next"},
-        "--device-memory-mib": {"type": float, "metavar": "M"},
+        "--device-memory-gib": {"type": float, "metavar": "G", "help": "of each device"},
+        "--device-memory-mib": {"type": float, "metavar": "M", "help": "the same in MiB"},
         **_CONFIG,
     },
     _compare: {
@@ -182,12 +179,11 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]]
 
 
 def _parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="ppl-eval",
         description="The commands around a run. The run itself is `tune run ppl_eval`.",
         epilog="examples:\n  ppl-eval ls\n  ppl-eval check --config tiny_ppl_eval",
-        formatter_class=layout,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ppl_eval {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -198,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
             help=summary[0].lower() + summary[1:].removesuffix("."),
             description=summary,
             epilog="examples:\n" + textwrap.indent(examples, "  "),
-            formatter_class=layout,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
         for names, options in arguments.items():

@@ -19,10 +19,6 @@ def check(cfg: EvalConfig, num_processes: int) -> str:
 
     Neither weights nor other processes are needed.
 
-    Args:
-        cfg: the config of the run.
-        num_processes: number of processes that the run would have.
-
     Raises:
         UserError: the error that the run would end with.
     """
@@ -39,8 +35,10 @@ def check(cfg: EvalConfig, num_processes: int) -> str:
         num_ranks=dims.batch_size,
         on_encode=TokenisingProgress(cfg.log_every_s),
     )
-    lines = [("model", _model(prepared.student, dims, cfg.dtype))]
-    lines.append(("weights", _weights(prepared.student)))
+    lines = [
+        ("model", _model(prepared.student, dims, cfg.dtype)),
+        ("weights", _weights(prepared.student)),
+    ]
     if prepared.teacher is not None:
         dtype = cfg.teacher_dtype or cfg.dtype
         lines.append(("teacher", _model(prepared.teacher, teacher_dims(cfg, dims), dtype)))

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +70,29 @@ def _differences(
     nll, other_nll = columns("nll_nats_sum")
     if not weight.any():
         return
-    ratio, interval = paired_log_ratio(other_nll, nll, weight)
-    ends = None if interval is None else [f"{math.exp(end):.4f}" for end in interval]
-    yield f"{unit} ppl x {math.exp(ratio):.4f}, {_interval(ends, weight)}"
+    yield f"{unit} ppl x {_paired(nll, other_nll, weight, lambda x: f'{math.exp(x):.4f}')}"
     teachers = [each.get("teacher") for each in prints]
     tokens, other_tokens = columns("scored_tokens")
     if teachers[0] is None or teachers[0] != teachers[1] or (tokens != other_tokens).any():
         return
     kl, other_kl = columns("kl_teacher_student_sum")
-    difference, interval = paired_log_ratio(other_kl, kl, tokens)
-    ends = None if interval is None else [f"{end:+.5f}" for end in interval]
-    yield f"KL to the teacher {difference:+.5f} nats, {_interval(ends, tokens)}"
+    yield f"KL to the teacher {_paired(kl, other_kl, tokens, '{:+.5f}'.format, ' nats')}"
 
 
-def _interval(ends: Sequence[str] | None, weight: np.ndarray) -> str:
-    if ends is None:
-        return f"95 % {too_few(int((weight > 0).sum()))}"
-    return f"{kept(f'95 % {ends[0]} to {ends[1]}')} {kept('(paired by document)')}"
+def _paired(
+    first: np.ndarray,
+    other: np.ndarray,
+    weight: np.ndarray,
+    shown: Callable[[float], str],
+    unit: str = "",
+) -> str:
+    """The difference of two means over documents, and its 95 % interval."""
+    difference, interval = paired_log_ratio(other, first, weight)
+    found = f"{shown(difference)}{unit}, "
+    if interval is None:
+        return f"{found}95 % {too_few(int((weight > 0).sum()))}"
+    low, high = map(shown, interval)
+    return f"{found}{kept(f'95 % {low} to {high}')} {kept('(paired by document)')}"
 
 
 def fidelity_table(

@@ -31,11 +31,6 @@ def plan(cfg: EvalConfig, num_processes: int, device_memory_mib: float) -> str:
 
     Neither weights nor texts are read.
 
-    Args:
-        cfg: the config of the run.
-        num_processes: number of devices in all.
-        device_memory_mib: memory of each device.
-
     Raises:
         UserError: a number is not positive, or no mesh fits (naming the one that needs least).
     """
@@ -77,13 +72,8 @@ def meshes(decoder: TorchtuneDecoder, num_processes: int) -> Iterator[ParallelDi
             continue
         for cp in _divisors(num_processes // tp):
             for dp_shard in _divisors(num_processes // tp // cp):
-                yield ParallelDims(
-                    dp_replicate=num_processes // tp // cp // dp_shard,
-                    dp_shard=dp_shard,
-                    cp=cp,
-                    tp=tp,
-                    world_size=num_processes,
-                )
+                dp_replicate = num_processes // tp // cp // dp_shard
+                yield ParallelDims(dp_replicate, dp_shard, cp, tp, world_size=num_processes)
 
 
 def _decoders(cfg: EvalConfig) -> list[TorchtuneDecoder]:
@@ -116,13 +106,12 @@ def _estimates(
     reshards = (reshard, reshard if by_teacher is None else by_teacher)
     allowed = [list(meshes(decoder, num_processes)) for decoder in decoders]
     found = []
-    for dims in allowed[0]:
-        if dims in allowed[-1]:
-            student, *teacher = (
-                estimate(decoder, dims, positions, reshard_after_forward=reshard)
-                for decoder, reshard in zip(decoders, reshards, strict=False)
-            )
-            found.append(student.with_teacher(teacher[0]) if teacher else student)
+    for dims in [each for each in allowed[0] if each in allowed[-1]]:
+        student, *teacher = (
+            estimate(decoder, dims, positions, reshard_after_forward=reshard)
+            for decoder, reshard in zip(decoders, reshards, strict=False)
+        )
+        found.append(student.with_teacher(teacher[0]) if teacher else student)
     return found
 
 

@@ -40,7 +40,10 @@ def build(content: dict[str, Any], typed: Mapping[str, str]) -> EvalConfig:
             raise UserError(f"{key} is {value!r}, but it is text: put it in quotes")
     if isinstance(content.get("dataset"), list):
         content["dataset"] = _named_corpora(content["dataset"])
-    _register_resolver()
+    if not OmegaConf.has_resolver("embedded"):
+        # OmegaConf 2.4 renamed register_new_resolver
+        register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+        register("embedded", lambda name: str(shipped.embedded_path(name)))
     try:
         merged = OmegaConf.merge(OmegaConf.structured(EvalConfig), OmegaConf.create(content))
         config = OmegaConf.to_object(merged)
@@ -98,15 +101,6 @@ def _named_corpora(datasets: list[Any]) -> dict[str, Any]:
             raise UserError(f"config: two of dataset are called {name}: names differ")
         corpora[name] = arguments
     return {"_component_": "ppl_eval.data.named_corpora", "corpora": corpora}
-
-
-def _register_resolver() -> None:
-    """Make ``${embedded:NAME}`` the folder of an embedded checkpoint or text."""
-    if OmegaConf.has_resolver("embedded"):
-        return
-    # OmegaConf 2.4 renamed register_new_resolver
-    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
-    register("embedded", lambda name: str(shipped.embedded_path(name)))
 
 
 def _check_keys(node: Mapping[str, Any], prefix: str = "") -> None:

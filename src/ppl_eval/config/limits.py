@@ -25,15 +25,7 @@ _NEED_WHOLE_TEXT = {metric.key for metric in METRICS if metric.unit in WHOLE_TEX
 
 
 def check_limits(limits: Mapping[str, Any], protocol: str) -> None:
-    """Check the names and numbers of ``fail_if``.
-
-    Args:
-        limits: dotted key -> the largest value allowed.
-        protocol: the protocol's name: only hf_stride has ``hf_perplexity``.
-
-    Raises:
-        UserError: a name that results do not have, or a limit that is not a number.
-    """
+    """Refuse a key that results do not have with this protocol, and a limit that is no number."""
     for key, limit in limits.items():
         _check_name(key, protocol)
         if isinstance(limit, bool) or not isinstance(limit, int | float):
@@ -41,11 +33,7 @@ def check_limits(limits: Mapping[str, Any], protocol: str) -> None:
 
 
 def check_domains(keys: Iterable[str], domains: Collection[str]) -> None:
-    """Refuse a limit on a domain that the text does not have.
-
-    Raises:
-        UserError: naming the domains that the text has.
-    """
+    """Refuse a limit on a domain that the text does not have, naming the domains that it has."""
     for key in keys:
         section, domain, *_ = _path(key)
         if (section == "domains" and domain not in domains) or (section == "macro" and not domains):
@@ -56,13 +44,7 @@ def check_domains(keys: Iterable[str], domains: Collection[str]) -> None:
 def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
     """Refuse a limit on a metric that is null because the protocol does not score all tokens.
 
-    Args:
-        keys: the dotted keys of ``fail_if``.
-        num_left_out: tokens that are never read, or read and never scored.
-        protocol: the protocol's name, for the message.
-
-    Raises:
-        UserError: naming the key, and what can be limited instead.
+    ``num_left_out`` tokens are never read, or read and never scored.
     """
     for key in keys if num_left_out else ():
         if _path(key)[-1] in _NEED_WHOLE_TEXT:

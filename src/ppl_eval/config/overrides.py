@@ -41,8 +41,7 @@ def apply(content: dict[str, Any], arguments: Sequence[str]) -> dict[str, str]:
 
     Args:
         content: the content of the config file, interpolations not resolved; changed in place.
-        arguments: ``key=value`` or ``~key``. Values of the schema's text keys are text as typed,
-            such as ``no`` or ``1e5``.
+        arguments: ``key=value`` or ``~key``. ``no`` and ``1e5`` are text for keys that hold text.
 
     Returns:
         Dotted key -> its value as typed, for all numbers and booleans among the values.
@@ -167,7 +166,7 @@ def _set(content: dict[str, Any], override: _Override) -> None:
 
 
 def _remove(content: dict[str, Any], override: _Override, before: Mapping[str, Any]) -> None:
-    """Remove a key. An absent key is refused unless it exists: then it has its default already."""
+    """Remove a key. An absent key is refused, unless the schema or a component has it."""
     *parents, last = override.path
     node: Any = content
     for part in parents:
