@@ -30,7 +30,7 @@ from torchtune.training import FullModelHFCheckpointer
 from ppl_eval import UserError, components
 from ppl_eval.adapter.check import install, strip
 from ppl_eval.adapter.merge import LowRank, merged_shard
-from ppl_eval.checkpoint.weight_files import has_adapter
+from ppl_eval.checkpoint.weight_files import find_adapter
 from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.parallel.tensor import check_heads, split_axes
@@ -146,7 +146,7 @@ def test_torchtunes_names_in_any_file(bases, tmp_path):
         save_file(state, other / name) if "safe" in name else torch.save(state, other / name)
         if name == "adapter_3.pt":
             torch.save({}, other / "adapter_2.pt")
-        assert has_adapter(other)
+        assert find_adapter(other) == other / name
         model, adapter = loaded(lora, checkpointer, other)
         assert adapter.files == (other / name,)
         assert distance(logits(model), logits(theirs)) < CLOSE
@@ -542,11 +542,11 @@ def test_a_tied_head(bases, saved):
 
 def test_folders(bases, tmp_path, saved):
     sections = bases("llama2")
-    with pytest.raises(UserError, match="there is no folder /nowhere with an adapter"):
+    with pytest.raises(UserError, match="adapter.dir is /nowhere, but there is no such folder"):
         prepared(*sections, "/nowhere")
     with pytest.raises(UserError, match="has no adapter: neither adapter_model.pt"):
         prepared(*sections, tmp_path)
-    assert not has_adapter(tmp_path)
+    assert find_adapter(tmp_path) is None
     with pytest.raises(UserError, match=r"has no adapter: .*did you mean .*/epoch_0\?"):
         prepared(*sections, saved["tune"].parent)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 99)

@@ -92,6 +92,14 @@ def test_a_bin_file(student, expected, legacy):
     same(loaded(section(student)), expected)
 
 
+def test_weights_of_8_bits_in_a_bin_file_are_refused_as_in_safetensors(student):
+    weights = load_file(student / "model.safetensors")
+    (student / "model.safetensors").unlink()
+    torch.save({**weights, UP: weights[UP].to(torch.float8_e4m3fn)}, student / "pytorch_model.bin")
+    with pytest.raises(UserError, match=f"{UP} is float8_e4m3fn in the checkpoint: weights that"):
+        loaded(section(student))
+
+
 def test_a_pattern_of_files(student, expected):
     (student / "part-1-of-1.safetensors").symlink_to("model.safetensors")
     pattern = {"filename_format": "part-{}-of-{}.safetensors", "max_filename": "1"}
@@ -305,7 +313,7 @@ def test_the_copy_of_a_tied_head(student, expected):
 def test_a_tensor_in_two_files(student):
     (student / "again.safetensors").write_bytes((student / "model.safetensors").read_bytes())
     node = section(student, checkpoint_files=["model.safetensors", "again.safetensors"])
-    with pytest.raises(UserError, match=r"is in model.safetensors and in again.safetensors: which"):
+    with pytest.raises(UserError, match=r"is in model.safetensors and in again.safetensors: name"):
         loaded(node)
 
 

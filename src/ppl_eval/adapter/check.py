@@ -1,8 +1,8 @@
-"""LoRA and DoRA adapters: read, checked against the model, merged into each rank's own shards."""
+"""LoRA and DoRA adapters: read, checked against the model, merged into each rank's shards."""
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from ppl_eval.adapter import files as adapter_files
-from ppl_eval.adapter import settings as adapter_settings
-from ppl_eval.adapter.files import Contents, Matrices
+from ppl_eval.adapter.files import Contents, read_contents
 from ppl_eval.adapter.merge import Adapter, LowRank
+from ppl_eval.adapter.settings import is_by_torchtune, rank_and_alpha, read_settings, targeted
 from ppl_eval.checkpoint.checkpoint import Checkpoint
-from ppl_eval.checkpoint.weight_files import has_adapter
+from ppl_eval.checkpoint.weight_files import find_adapter, need_folder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.plural import some
@@ -25,7 +24,7 @@ _HEAD = "output"
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a lora_* builder has an adapter."""
+    """The adapter of one module that a lora_* builder asks for."""
 
     rank: int
     alpha: float
@@ -36,13 +35,13 @@ def strip(model: nn.Module) -> dict[str, Slot]:
     """Replace torchtune's adapted layers by plain ones with the same weights, in place.
 
     Args:
-        model: of a lora_* builder, or of any other; on the meta device.
+        model: on the meta device, by a lora_* builder or any other.
 
     Returns:
-        Module name -> what the builder put there.
+        Module name -> the adapter that the builder asks for.
 
     Raises:
-        UserError: a layer whose base weight is quantised.
+        UserError: a layer's base weight is quantised.
     """
     slots: dict[str, Slot] = {}
     for name, module in list(model.named_modules()):
@@ -65,56 +64,51 @@ def strip(model: nn.Module) -> dict[str, Slot]:
 
 
 def read_adapter(
-    folder: str,
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    slots: Mapping[str, Slot],
+    folder: str, checkpoint: Checkpoint, model: nn.Module, slots: Mapping[str, Slot]
 ) -> Adapter:
-    """An adapter, checked against the model that it is for.
+    """Read an adapter and check it against the model that it is for.
 
     Args:
-        folder: adapter_model.pt, .safetensors or .bin, or torchtune's adapter_N.pt, in torchtune's
-            or PEFT's layout, and adapter_config.json, which a lora_* builder can stand in for.
-        checkpoint: the base weights; their model type gives the family.
+        folder: holds adapter_model.pt, .safetensors or .bin, or torchtune's adapter_N.pt, in
+            torchtune's or PEFT's layout; and adapter_config.json, unless the model comes from a
+            lora_* builder.
+        checkpoint: the base weights; the model type gives the family.
         model: without adapters, see :func:`strip`; on meta, not split.
         slots: from :func:`strip`.
 
     Raises:
-        UserError: no adapter; one that cannot be read, is incomplete, does not fit the model or
-            its lora_* builder, or is of a kind that is not evaluated.
+        UserError: there is no adapter, or it cannot be read, is incomplete, does not fit the model
+            or the lora_* builder, or is of a kind that is not evaluated.
     """
-    weights = adapter_files.weight_file(Path(folder))
-    if weights is None:
-        raise UserError(_nothing_in(Path(folder)))
+    path = _weight_file(Path(folder))
+    files, settings, exported = (path,), {}, None
     settings_file = Path(folder) / "adapter_config.json"
-    settings = None
     if settings_file.is_file():
-        settings = adapter_settings.read_settings(settings_file)
+        files, settings = (path, settings_file), read_settings(settings_file)
+        exported = is_by_torchtune(settings)
     elif not slots:
         raise UserError(
             f"{folder} has no adapter_config.json, which gives alpha: add the one that training"
             " wrote, or name the lora_* builder with its lora_rank and lora_alpha in the model"
             " section"
         )
-    exported = None if settings is None else adapter_settings.is_by_torchtune(settings)
-    contents = adapter_files.read_contents(weights, checkpoint, model, exported=exported)
+    contents = read_contents(path, checkpoint, model, exported=exported)
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
-    _check_places(weights, contents, linears, slots, settings)
+    _check_modules(path, contents.updates, linears, slots, settings)
     updates = {
-        name: _update(weights, name, matrices, settings, slots.get(name))
-        for name, matrices in contents.matrices.items()
+        name: _scaled(path, name, update, contents.file_names[name], settings, slots.get(name))
+        for name, update in contents.updates.items()
     }
-    _check_kinds(weights, updates)
-    _check_copies(weights, contents.copies, model)
-    return Adapter(
-        folder=Path(folder),
-        files=(weights, settings_file) if settings is not None else (weights,),
-        updates=updates,
-        warnings=tuple(
-            _warnings(updates, linears, folder, by_torchtune=exported or not contents.is_peft)
-        ),
-        copies=contents.copies,
-    )
+    plain = [name for name, update in updates.items() if update.magnitude is None]
+    if plain and len(plain) < len(updates):
+        raise UserError(
+            f"{path} has no DoRA magnitude for {len(plain)} of {len(updates)} matrices, and one for"
+            f" the others: {some(plain)}"
+        )
+    _check_copies(path, contents, model)
+    by_torchtune = exported or not contents.is_peft
+    warnings = tuple(_warnings(updates, linears, folder, by_torchtune=by_torchtune))
+    return Adapter(Path(folder), files, updates, warnings, contents.copies)
 
 
 def install(model: nn.Module, adapter: Adapter) -> None:
@@ -124,12 +118,12 @@ def install(model: nn.Module, adapter: Adapter) -> None:
 
     Args:
         model: on the meta device, neither split nor sharded.
-        adapter: for it.
+        adapter: an adapter for it.
     """
     for name, update in adapter.updates.items():
-        plain: Any = model.get_submodule(name)
         if name == _HEAD:
             continue
+        plain: Any = model.get_submodule(name)
         adapted = AdaptedLinear(
             plain.in_features,
             plain.out_features,
@@ -143,117 +137,112 @@ def install(model: nn.Module, adapter: Adapter) -> None:
         model.set_submodule(name, adapted)
 
 
-def _nothing_in(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"there is no folder {folder} with an adapter"
-    held = [path for path in folder.iterdir() if path.is_dir() and has_adapter(path)]
-    newest = max(held, key=lambda path: path.stat().st_mtime, default=None)
+def _weight_file(folder: Path) -> Path:
+    need_folder(folder, "adapter.dir")
+    path = find_adapter(folder)
+    if path is not None:
+        return path
+    epochs = [sub for sub in folder.iterdir() if sub.is_dir() and find_adapter(sub) is not None]
+    newest = max(epochs, key=lambda sub: sub.stat().st_mtime, default=None)
     hint = "" if newest is None else f"; did you mean {newest}?"
-    return (
+    raise UserError(
         f"{folder} has no adapter: neither adapter_model.pt, adapter_model.safetensors nor"
         f" adapter_model.bin, nor torchtune's adapter_N.pt{hint}"
     )
 
 
-def _check_places(
+def _check_modules(
     path: Path,
-    contents: Contents,
+    updates: Mapping[str, LowRank],
     linears: Mapping[str, nn.Linear],
     slots: Mapping[str, Slot],
-    settings: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
 ) -> None:
-    """Every matrix has a place of its shape, and every place that is to be filled its matrix."""
-    matrices = contents.matrices
-    if _HEAD in matrices and _HEAD not in linears:
+    """Every update has a matrix of its shape, and every matrix that needs an update has one."""
+    if _HEAD in updates and _HEAD not in linears:
         raise UserError(
             f"{path} adapts the head, which the model ties to its embedding: merged it would change"
             " both; use an untied builder (or tie_word_embeddings: false) and a checkpoint with an"
             " output.weight"
         )
-    found = (
-        ("modules that the model does not have", [n for n in matrices if n not in linears]),
-        (
-            "modules that the lora_* builder does not adapt (set model.lora_attn_modules,"
-            " apply_lora_to_mlp and apply_lora_to_output as in training)",
-            [n for n in matrices if slots and n not in slots],
-        ),
-    )
-    for what, names in found:
-        if names:
-            raise UserError(f"{path} adapts {len(names)} {what}: {some(names)}")
-    wanted = slots or adapter_settings.targeted(settings or {}, linears)
-    missing = [name for name in wanted if name not in matrices]
+    unknown = [name for name in updates if name not in linears]
+    if unknown:
+        raise UserError(
+            f"{path} adapts {len(unknown)} modules that the model does not have: {some(unknown)}"
+        )
+    unasked = [name for name in updates if slots and name not in slots]
+    if unasked:
+        raise UserError(
+            f"{path} adapts {len(unasked)} modules that the lora_* builder does not adapt (set"
+            " model.lora_attn_modules, apply_lora_to_mlp and apply_lora_to_output as in training):"
+            f" {some(unasked)}"
+        )
+    missing = [name for name in slots or targeted(settings, linears) if name not in updates]
     if missing:
         source = "the lora_* builder" if slots else "target_modules in adapter_config.json"
         raise UserError(
             f"{path} lacks {len(missing)} of the matrices that {source} asks for: {some(missing)}"
         )
-    for name, low_rank in matrices.items():
-        linear: Any = linears[name]
-        shape = (low_rank.b.shape[0], low_rank.a.shape[1])
-        if shape != linear.weight.shape:
+    for name, update in updates.items():
+        shape, expected = (len(update.b), update.a.shape[1]), tuple(linears[name].weight.shape)
+        if shape != expected:
             raise UserError(
-                f"{path} is for a {name} of {shape}, but the model's is"
-                f" {tuple(linear.weight.shape)}: was it trained on another model?"
+                f"{path} is for a {name} of {shape}, but the model's is {expected}: was it trained"
+                " on another model?"
             )
 
 
-def _update(
+def _scaled(
     path: Path,
     name: str,
-    matrices: Matrices,
-    settings: Mapping[str, Any] | None,
+    update: LowRank,
+    file_name: str,
+    settings: Mapping[str, Any],
     slot: Slot | None,
 ) -> LowRank:
-    """The matrices, scaled; ranks, alphas and kinds agree wherever they are told."""
-    rank, is_dora = len(matrices.a), matrices.magnitude is not None
-    told = settings or {}
-    if settings is None:
-        assert slot is not None
-        stated: tuple[int, float] = (rank, slot.alpha)
+    """The update times alpha / r; file, settings and builder must have the same r, alpha and kind.
+
+    Without adapter_config.json the settings are empty, and the builder gives alpha.
+    """
+    rank, is_dora = len(update.a), update.magnitude is not None
+    if settings:
+        stated_rank, alpha = rank_and_alpha(settings, file_name)
+        if stated_rank != rank:
+            raise UserError(
+                f"adapter_config.json has r={stated_rank} for {file_name}, but lora_A in {path} has"
+                f" {rank} rows: they are of different adapters"
+            )
     else:
-        stated = adapter_settings.rank_and_alpha(settings, matrices.module)
-    if stated[0] != rank:
-        raise UserError(
-            f"adapter_config.json has r={stated[0]} for {matrices.module}, but lora_A in {path} has"
-            f" {rank} rows: they are of different adapters"
-        )
-    if slot is not None and (slot.rank != rank or not math.isclose(slot.alpha, stated[1])):
+        assert slot is not None
+        alpha = slot.alpha
+    if slot is not None and (slot.rank != rank or not math.isclose(slot.alpha, alpha)):
         raise UserError(
             f"the model section has lora_rank={slot.rank} and lora_alpha={slot.alpha:g} for {name},"
-            f" but the adapter in {path.parent} has rank {rank} and alpha {stated[1]:g}: set"
+            f" but the adapter in {path.parent} has rank {rank} and alpha {alpha:g}: set"
             " model.lora_rank and model.lora_alpha as in training"
         )
-    for what, expected in (
-        ("model.use_dora", None if slot is None else slot.is_dora),
-        ("use_dora in adapter_config.json", told.get("use_dora")),
-    ):
-        if expected is not None and bool(expected) != is_dora:
+    stated_kinds = {
+        "model.use_dora": None if slot is None else slot.is_dora,
+        "use_dora in adapter_config.json": settings.get("use_dora"),
+    }
+    for key, stated in stated_kinds.items():
+        if stated is not None and bool(stated) != is_dora:
             raise UserError(
-                f"{what} is {str(bool(expected)).lower()}, but {path} has"
+                f"{key} is {str(bool(stated)).lower()}, but {path} has"
                 f" {'a' if is_dora else 'no'} magnitude for {name}: set it as in training"
             )
-    scale = adapter_settings.scale_of(told, *stated)
-    return LowRank(matrices.a, matrices.b * scale, matrices.magnitude)
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return replace(update, b=update.b * scale)
 
 
-def _check_kinds(path: Path, updates: Mapping[str, LowRank]) -> None:
-    plain = [name for name, update in updates.items() if update.magnitude is None]
-    if plain and len(plain) < len(updates):
-        raise UserError(
-            f"{path} has no DoRA magnitude for {len(plain)} of {len(updates)} matrices, and one for"
-            f" the others: {some(plain)}"
-        )
-
-
-def _check_copies(path: Path, copies: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    parameters = dict(model.named_parameters())
-    for name, copy in copies.items():
-        if name not in parameters or copy.shape != parameters[name].shape:
-            there = tuple(parameters[name].shape) if name in parameters else "absent"
+def _check_copies(path: Path, contents: Contents, model: nn.Module) -> None:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, copy in contents.copies.items():
+        if tuple(copy.shape) != shapes.get(name):
             raise UserError(
-                f"{path} holds a {name} of {tuple(copy.shape)}, but in the model it is {there}:"
-                " adapters that resize the vocabulary are not evaluated, merge it with PEFT first"
+                f"{path} holds a {name} of {tuple(copy.shape)}, but in the model it is"
+                f" {shapes.get(name, 'absent')}: adapters that resize the vocabulary are not"
+                " evaluated, merge it with PEFT first"
             )
 
 

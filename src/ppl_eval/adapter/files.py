@@ -1,4 +1,4 @@
-"""A LoRA or DoRA adapter on disk, by torchtune or PEFT: in torchtune's names and order of rows."""
+"""The tensors of an adapter by torchtune or PEFT, in torchtune's names and order of rows."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ppl_eval.adapter.merge import LowRank
 from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.names import HUGGING_FACE, Names
 from ppl_eval.checkpoint.tensor_files import FileSource
@@ -16,41 +17,18 @@ from ppl_eval.errors import UserError
 from ppl_eval.plural import counted, some
 
 _PEFT_NAME = re.compile(
-    r"base_model\.model\.(?P<module>.+)\."
-    r"(?P<part>lora_A(?=\.weight$)|lora_B(?=\.weight$)|lora_magnitude_vector)(?:\.weight)?"
+    r"base_model\.model\.(?P<module>.+)\.((?P<a>lora_A\.weight)|(?P<b>lora_B\.weight)"
+    r"|(?P<magnitude>lora_magnitude_vector(\.weight)?))"
 )
-_PEFT_COPY = re.compile(
-    r"base_model\.model\.(?P<module>model\.embed_tokens|lm_head)(?:\.base_layer)?\.weight"
-)
-_COPIED = {"model.embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight"}
 _TUNE_NAME = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_a(?=\.weight$)|lora_b(?=\.weight$)|magnitude)(?:\.weight)?"
+    r"(?P<module>.+)\.((?P<a>lora_a\.weight)|(?P<b>lora_b\.weight)"
+    r"|(?P<magnitude>magnitude(\.weight)?))"
 )
-_PARTS = {
-    "lora_A": "a",
-    "lora_a": "a",
-    "lora_B": "b",
-    "lora_b": "b",
-    "lora_magnitude_vector": "magnitude",
-    "magnitude": "magnitude",
+_COPIES = {
+    "base_model.model.model.embed_tokens": "tok_embeddings.weight",
+    "base_model.model.lm_head": "output.weight",
 }
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """What an adapter adds to one matrix, before it is scaled.
-
-    Attributes:
-        module: the adapted module's own name in the file, less a prefix.
-        a: [r, in], fp32.
-        b: [out, r], fp32, rows in torchtune's order.
-        magnitude: [out], fp32, rows in torchtune's order; None for LoRA.
-    """
-
-    module: str
-    a: torch.Tensor
-    b: torch.Tensor
-    magnitude: torch.Tensor | None
+"""Base weights that PEFT stores with an adapter of the head -> torchtune's names."""
 
 
 @dataclass(frozen=True)
@@ -58,42 +36,32 @@ class Contents:
     """An adapter's tensors.
 
     Attributes:
-        matrices: torchtune's name of the adapted module -> its matrices.
-        copies: torchtune's name -> a base weight that PEFT stores beside the adapter.
-        is_peft: whether it is in PEFT's layout.
+        updates: torchtune's name of the adapted module -> its update, before b is scaled.
+        file_names: torchtune's name of the adapted module -> its name in the file.
+        copies: torchtune's name -> a base weight that PEFT stores with the adapter.
+        is_peft: whether the file has PEFT's layout.
     """
 
-    matrices: dict[str, Matrices]
+    updates: dict[str, LowRank]
+    file_names: dict[str, str]
     copies: dict[str, torch.Tensor]
     is_peft: bool
-
-
-def weight_file(folder: Path) -> Path | None:
-    """The file with an adapter's tensors; of several that one that its writer did not convert.
-
-    torchtune's recipes write an adapter twice. adapter_model.pt is what was trained; in the copy in
-    PEFT's layout 0.6.1 permutes B of q and k but leaves DoRA's magnitudes in the old order.
-    """
-    numbered = [p for p in folder.glob("adapter_*.pt") if p.stem.rsplit("_", 1)[-1].isdigit()]
-    newest = sorted(numbered, key=lambda path: int(path.stem.rsplit("_", 1)[-1]))[-1:]
-    named = [folder / f"adapter_model.{kind}" for kind in ("pt", "safetensors", "bin")]
-    return next((path for path in (named[0], *newest, *named[1:]) if path.is_file()), None)
 
 
 def read_contents(
     path: Path, checkpoint: Checkpoint, model: Any, *, exported: bool | None
 ) -> Contents:
-    """All tensors of an adapter; the names say in which layout they are.
+    """All tensors of an adapter. Their names tell torchtune's layout from PEFT's.
 
     Args:
-        path: from :func:`weight_file`.
+        path: the adapter's file.
         checkpoint: the base weights.
         model: a decoder, not split over tp.
-        exported: whether, if the layout is PEFT's, torchtune wrote it; None if nothing tells.
+        exported: whether torchtune wrote a file in PEFT's layout; None if that is not known.
 
     Raises:
-        UserError: a file that cannot be read, tensors that are no adapter's or no finite
-            floating-point numbers, an A without its B.
+        UserError: the file cannot be read, holds tensors of another kind or numbers that are not
+            finite, or an A without its B.
     """
     tensors = _read(path)
     is_peft = any(".lora_A." in name or ".lora_B." in name for name in tensors)
@@ -102,40 +70,46 @@ def read_contents(
     for name, tensor in tensors.items():
         found = (_PEFT_NAME if is_peft else _TUNE_NAME).fullmatch(name)
         if found:
-            modules.setdefault(found["module"], {})[_PARTS[found["part"]]] = tensor
+            part = next(key for key in ("a", "b", "magnitude") if found[key])
+            modules.setdefault(found["module"], {})[part] = tensor.float()
         else:
             others[name] = tensor
     for module, parts in modules.items():
         _check_parts(path, module, parts)
     if not is_peft:
         _refuse_unknown(path, list(others))
-        return Contents({m: Matrices(m, **_filled(p)) for m, p in modules.items()}, {}, False)
+        updates = {m: LowRank(p["a"], p["b"], p.get("magnitude")) for m, p in modules.items()}
+        return Contents(updates, {module: module for module in modules}, {}, False)
     if exported is None:
         raise UserError(
-            f"{path} has PEFT's layout and no adapter_config.json, which tells the order of its"
+            f"{path} has PEFT's layout and no adapter_config.json, which tells the order of the"
             " rows too: add the one that was written with it"
         )
     names = _peft_names(checkpoint, model, exported=exported)
-    matrices: dict[str, Matrices] = {}
+    contents = Contents({}, {}, {}, True)
     unknown = []
     for module, parts in modules.items():
-        known = _from_peft(module, parts, names, magnitude_is_tune=exported)
-        if known is None:
+        updates = _from_peft(module, parts, names, magnitude_is_tune=exported)
+        if not updates:
             unknown += [name for name in tensors if f".{module}." in name]
+        contents.updates.update(updates)
+        contents.file_names.update(dict.fromkeys(updates, module))
+    for name, tensor in others.items():
+        copied = _COPIES.get(name.removesuffix(".weight").removesuffix(".base_layer"))
+        if copied is None:
+            unknown.append(name)
         else:
-            matrices |= known
-    found_copies = {name: _PEFT_COPY.fullmatch(name) for name in others}
-    _refuse_unknown(path, unknown + [name for name, found in found_copies.items() if not found])
-    copies = {_COPIED[m["module"]]: others[name] for name, m in found_copies.items() if m}
-    return Contents(matrices, copies, True)
+            contents.copies[copied] = tensor
+    _refuse_unknown(path, unknown)
+    return contents
 
 
 def _peft_names(checkpoint: Checkpoint, model: Any, *, exported: bool) -> Names:
     """The names of PEFT's matrices: Hugging Face's, whatever layout the base weights have.
 
-    What config.json of the base weights lacks is taken from the model. ``exported``: 0.6.1 of
-    torchtune permutes B of q and k as for Llama in all families that it exports; Qwen 2's weights
-    are not permuted, so PEFT misreads them.
+    Sizes that config.json of the base weights lacks are taken from the model. ``exported``:
+    torchtune 0.6.1 permutes B of q and k as for Llama in all families that it exports; Qwen 2's
+    weights are not permuted, so PEFT misreads such a file.
     """
     attention = model.layers[0].attn
     sizes = {
@@ -152,10 +126,9 @@ def _peft_names(checkpoint: Checkpoint, model: Any, *, exported: bool) -> Names:
 def _read(path: Path) -> dict[str, torch.Tensor]:
     source = FileSource([path])
     for name, stored in source.stored.items():
-        if isinstance(stored.dtype, str) or stored.dtype.itemsize < 2:
+        if isinstance(stored.dtype, str):
             raise UserError(
-                f"{name} is {str(stored.dtype).removeprefix('torch.')} in {path}: quantised"
-                " adapters are not evaluated"
+                f"{name} is {stored.dtype} in {path}: quantised adapters are not evaluated"
             )
         if ".lora_embedding_" in name:
             raise UserError(f"{path} adapts the embedding ({name}), which is not evaluated")
@@ -190,32 +163,30 @@ def _check_parts(path: Path, module: str, parts: Mapping[str, torch.Tensor]) -> 
         )
 
 
-def _filled(parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {key: parts[key].float() if key in parts else None for key in ("a", "b", "magnitude")}
-
-
 def _from_peft(
     module: str,
     parts: Mapping[str, torch.Tensor],
     names: Names,
     *,
     magnitude_is_tune: bool,
-) -> dict[str, Matrices] | None:
-    """The matrices of one of PEFT's modules: three of Phi 3's qkv_proj, which share their A."""
-    whole = _filled(parts)
+) -> dict[str, LowRank]:
+    """Updates of torchtune's modules by one of PEFT's: three by Phi 3's qkv_proj, with one A.
+
+    Empty if the module is unknown. ``magnitude_is_tune``: its rows have torchtune's order already.
+    """
     convert = partial(names.convert, f"{module}.weight", where="adapter")
-    rows = convert(whole["b"])
-    if rows is None:
-        return None
-    magnitudes: Mapping[str, torch.Tensor] | None = None
-    if whole["magnitude"] is not None:
-        column: torch.Tensor = whole["magnitude"].unsqueeze(1)
-        magnitudes = dict.fromkeys(rows, column) if magnitude_is_tune else convert(column)
+    b_by_name = convert(parts["b"]) or {}
+    magnitudes: Mapping[str, torch.Tensor] = {}
+    if "magnitude" in parts:
+        column = parts["magnitude"].unsqueeze(1)
+        magnitudes = dict.fromkeys(b_by_name, column)
+        if not magnitude_is_tune:
+            magnitudes = convert(column) or {}
     return {
-        name.removesuffix(".weight"): Matrices(
-            module, whole["a"], b, magnitudes[name].squeeze(1) if magnitudes else None
+        name.removesuffix(".weight"): LowRank(
+            parts["a"], b, magnitudes[name].squeeze(1) if magnitudes else None
         )
-        for name, b in rows.items()
+        for name, b in b_by_name.items()
     }
 
 

@@ -1,6 +1,5 @@
-"""adapter_config.json: what PEFT or torchtune says of an adapter that its tensors do not."""
+"""adapter_config.json: what PEFT or torchtune states about an adapter besides its tensors."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,23 +9,14 @@ from ppl_eval.errors import UserError
 from ppl_eval.files import read_json
 
 _CHANGES_MORE = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias"),
+    *("modules_to_save", "monteclora_config", "target_parameters", "trainable_token_indices"),
+    *("use_bdlora", "use_qalora"),
 )
-"""Keys of PEFT's LoraConfig that, if set, make something else than W + B A."""
+"""Keys of PEFT's LoraConfig that, if set, give another matrix than W + B A."""
 
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Values of init_lora_weights for which PEFT subtracts the initial B A from the base weights."""
-
 
 _NAMES = {
     "attn.q_proj": ("self_attn.q_proj", "self_attn.qkv_proj"),
@@ -38,14 +28,14 @@ _NAMES = {
     "mlp.w3": ("mlp.up_proj", "mlp.gate_up_proj"),
     "output": ("lm_head",),
 }
-"""torchtune's name of a matrix -> Hugging Face's names of what it comes from."""
+"""torchtune's name of a matrix -> Hugging Face's names of the matrices that it comes from."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """An adapter_config.json, if it is one of LoRA, rsLoRA or DoRA.
+    """Read an adapter_config.json.
 
     Raises:
-        UserError: it is not readable, lacks r or lora_alpha, or asks for anything else.
+        UserError: it is not readable, lacks r or lora_alpha, or is not for LoRA, rsLoRA or DoRA.
     """
     settings = read_json(path)
     kind = settings.get("peft_type", "LORA")
@@ -53,7 +43,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} has peft_type {kind}, but only LORA (with DoRA) is evaluated")
     for key, least in (("r", 1), ("lora_alpha", 0)):
         value = settings.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < least:
+        if not _is_number(value, least):
             raise UserError(f"{path} has {key} {value!r}, but it is a number of at least {least}")
     if settings.get("bias", "none") != "none":
         raise UserError(
@@ -68,7 +58,16 @@ def read_settings(path: Path) -> dict[str, Any]:
             " merge_and_unload() first"
         )
     for key in ("rank_pattern", "alpha_pattern"):
-        _check_pattern(path, key, settings.get(key))
+        pattern = settings.get(key) or {}
+        if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
+            raise UserError(
+                f"{path} has {key} {pattern!r}, but it maps names of modules to numbers"
+            )
+        try:
+            for name in pattern:
+                re.compile(name)
+        except re.error as error:
+            raise UserError(f"{path} has a {key} that is no regular expression: {error}") from error
     more = [key for key in _CHANGES_MORE if settings.get(key)]
     if more:
         raise UserError(
@@ -78,54 +77,37 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _check_pattern(path: Path, key: str, pattern: Any) -> None:
-    if pattern is None:
-        return
-    if isinstance(pattern, dict) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        for value in pattern.values()
-    ):
-        try:
-            for name in pattern:
-                re.compile(name)
-        except re.error as error:
-            raise UserError(f"{path} has a {key} that is no regular expression: {error}") from error
-        return
-    raise UserError(f"{path} has {key} {pattern!r}, but it maps names of modules to numbers")
+def _is_number(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
 
 
 def is_by_torchtune(settings: Mapping[str, Any]) -> bool:
-    """Whether torchtune wrote it: PEFT writes every key that it knows, torchtune five of them."""
+    """Whether torchtune wrote them: it writes five keys, and PEFT every key that it knows."""
     return not {"bias", "use_dora"} & set(settings)
 
 
 def rank_and_alpha(settings: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """r and lora_alpha of a module, patterns included: the first that matches the end of its name.
+    """r and lora_alpha of a module; in a pattern the first key that matches the name's end counts.
 
     Args:
         settings: from :func:`read_settings`.
-        module: its name in the base model, by the layout of the adapter.
+        module: the module's name in the adapter's file.
     """
-    found = []
-    for pattern, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+
+    def value(key: str, pattern: str) -> Any:
         special = settings.get(pattern) or {}
-        key = next((k for k in special if re.match(rf"(.*\.)?({k})$", module)), None)
-        found.append(settings[default] if key is None else special[key])
-    rank, alpha = found
-    return rank, alpha
+        matching = (k for k in special if re.match(rf"(.*\.)?({k})$", module))
+        return next((special[k] for k in matching), settings[key])
 
-
-def scale_of(settings: Mapping[str, Any], rank: int, alpha: float) -> float:
-    """What B A is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return value("r", "rank_pattern"), value("lora_alpha", "alpha_pattern")
 
 
 def targeted(settings: Mapping[str, Any], modules: Iterable[str]) -> list[str]:
-    """Those of the model's matrices that target_modules names; none if it is a pattern.
+    """The modules that target_modules lists; none if it is a pattern.
 
     Args:
         settings: from :func:`read_settings`.
-        modules: torchtune's names.
+        modules: the model's matrices by torchtune's names.
     """
     targets, layers = settings.get("target_modules"), settings.get("layers_to_transform")
     if not isinstance(targets, list) or settings.get("exclude_modules"):
@@ -134,8 +116,9 @@ def targeted(settings: Mapping[str, Any], modules: Iterable[str]) -> list[str]:
     found = []
     for module in modules:
         index = re.match(r"layers\.(\d+)\.", module)
-        own = _NAMES.get(module[index.end() :] if index else module, ())
-        names = [module, *(f"model.layers.{index[1]}.{name}" if index else name for name in own)]
+        within = module[index.end() :] if index else module
+        prefix = f"model.layers.{index[1]}." if index else ""
+        names = [module, *(prefix + name for name in _NAMES.get(within, ()))]
         in_layer = not chosen or (index is not None and int(index[1]) in chosen)
         ends = any(name.endswith(f".{target}") for name in names for target in targets)
         if (ends and in_layer) or any(name in targets for name in names):

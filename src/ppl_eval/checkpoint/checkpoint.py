@@ -1,4 +1,4 @@
-"""A checkpoint: what a ``checkpointer`` section names, found and read once."""
+"""The checkpoint that a ``checkpointer`` section names: its files, names and config.json."""
 
 import tempfile
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ppl_eval import compat, components
 from ppl_eval import fingerprint as fingerprints
 from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, read_model_config
 from ppl_eval.checkpoint.names import HUGGING_FACE, META, TORCHTUNE, Names
-from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, Source, StateSource
+from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, StateSource
 from ppl_eval.checkpoint.weight_files import check_shards, find_weight_files, need_folder
 from ppl_eval.errors import UserError
 from ppl_eval.files import refuse_lfs_pointer
@@ -23,28 +23,26 @@ LAYOUTS = {
     "FullModelTorchTuneCheckpointer": TORCHTUNE,
     "DistributedCheckpointer": TORCHTUNE,
 }
-"""torchtune's checkpointers -> whose names the tensors in their files have."""
+"""torchtune's checkpointers -> the layout by which the tensors in their files are named."""
 
-_OF_TRAINING = (
-    "adapter_checkpoint",
-    "recipe_checkpoint",
-    "resume_from_checkpoint",
-    "should_load_recipe_state",
+_TRAINING_ARGUMENTS = (
+    *("adapter_checkpoint", "recipe_checkpoint"),
+    *("resume_from_checkpoint", "should_load_recipe_state"),
 )
-"""Arguments of torchtune's checkpointers that would name what an evaluation does not load."""
+"""Arguments of torchtune's checkpointers that name what an evaluation does not load."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """The checkpoint that a ``checkpointer`` section names.
 
-    torchtune's own checkpointers are not called, since they read everything on every rank: their
+    torchtune's checkpointers are not called, since they read every tensor on every rank: their
     files are read here. Any other component is called, and its whole state dict is taken.
 
     Attributes:
-        section: the section.
-        config: what config.json in its folder says.
-        files: the weight files; empty for a component of one's own that does not name any.
+        section: the ``checkpointer`` section.
+        config: what config.json in the folder says.
+        files: the weight files; empty for a user's component that names none.
     """
 
     section: Mapping[str, Any]
@@ -56,17 +54,17 @@ class Checkpoint:
         """Check a section, find its files, and read config.json; no weight is read.
 
         Raises:
-            UserError: no folder, no files, a config.json that cannot be read, a model type that
-                torchtune does not know, or an argument that only training uses.
+            UserError: folder or files are missing, config.json cannot be read, torchtune does not
+                know the model type, or an argument is for training only.
         """
         _check_arguments(section)
-        files = _files(section)
-        folder = section.get("checkpoint_dir")
-        if _layout(section) == HUGGING_FACE and not Path(folder or "", "config.json").is_file():
+        checkpoint = cls(section, config_of(section), _files(section))
+        if checkpoint._layout == HUGGING_FACE and _config_file(section) is None:
             raise UserError(
-                f"there is no {folder}/config.json, which a Hugging Face checkpoint needs"
+                f"there is no {checkpoint.folder}/config.json, which a Hugging Face checkpoint"
+                " needs"
             )
-        return cls(section, config_of(section), files)
+        return checkpoint
 
     @property
     def folder(self) -> str | None:
@@ -75,37 +73,41 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str | None:
-        """torchtune's name for the family, which gives the conversion of the names."""
+        """torchtune's name of the family, which selects the conversion of the names."""
         return self.section.get("model_type")
+
+    @property
+    def _layout(self) -> str | None:
+        return LAYOUTS.get(_kind(self.section) or "")
 
     @cached_property
     def names(self) -> Names:
-        """Whose names the tensors have, and what they become.
+        """The conversion of the tensors' names to torchtune's.
 
         Raises:
-            UserError: a family that is not evaluated.
+            UserError: the family is not evaluated.
         """
-        return Names(_layout(self.section) or TORCHTUNE, self.model_type, self.config.values)
+        return Names(self._layout or TORCHTUNE, self.model_type, self.config.values)
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> FileSource | StateSource | DistributedSource:
         """The checkpoint's tensors: their names and shapes are read here, their values later.
 
         Raises:
-            UserError: a file that cannot be read, or a component that gives no state dict.
+            UserError: a file cannot be read, or a user's component gives no state dict.
         """
         if _kind(self.section) == "DistributedCheckpointer":
             return DistributedSource(self.files[0].parent)
-        if _layout(self.section) is not None:
+        if self._layout is not None:
             return FileSource(self.files)
         return StateSource(self._loaded_state())
 
     def _loaded_state(self) -> dict[str, Any]:
-        """What a checkpointer of one's own loads. What it raises is shown with its traceback."""
+        """The state dict of a user's checkpointer. What that raises is shown with its traceback."""
         more: dict[str, Any] = {}
         if self.files and not self.section["checkpoint_files"]:
             more["checkpoint_files"] = [path.name for path in self.files]
-        # one of torchtune's kind makes its output_dir at once; nothing is written to it
+        # checkpointers like torchtune's make their output_dir at once; nothing is written to it
         with tempfile.TemporaryDirectory() as nowhere:
             if "output_dir" in self.section:
                 more["output_dir"] = nowhere
@@ -120,37 +122,37 @@ class Checkpoint:
         return dict(loaded["model"])
 
     def fingerprint(self, model_section: Mapping[str, Any]) -> str:
-        """Hash of what makes a model: its component, its weights, and how they are read.
+        """Hash of the model's component, of the weights, and of how they are read.
 
         Args:
-            model_section: the ``model`` section. Where the folder is does not count.
+            model_section: the ``model`` section. The folder's path does not count.
         """
-        paths = list(self.files)
-        if self.folder and Path(self.folder, "config.json").is_file():
-            paths.append(Path(self.folder, "config.json"))
-        places = ("checkpoint_dir", "checkpoint_files", "output_dir") if paths else ()
-        reading = {key: value for key, value in self.section.items() if key not in places}
+        config_file = _config_file(self.section)
+        paths = [*self.files, config_file] if config_file is not None else list(self.files)
+        left_out = ("checkpoint_dir", "checkpoint_files", "output_dir") if paths else ()
+        reading = {key: value for key, value in self.section.items() if key not in left_out}
         return fingerprints.of(model_section, reading, fingerprints.of_files(paths))
 
 
 def config_of(section: Mapping[str, Any]) -> ModelConfig:
     """What config.json in the folder of a ``checkpointer`` section says, if there is one."""
-    path = Path(section.get("checkpoint_dir") or "") / "config.json"
-    return read_model_config(path) if path.is_file() else NOTHING
+    path = _config_file(section)
+    return read_model_config(path) if path is not None else NOTHING
+
+
+def _config_file(section: Mapping[str, Any]) -> Path | None:
+    path = Path(section.get("checkpoint_dir") or "", "config.json")
+    return path if path.is_file() else None
 
 
 def _kind(section: Mapping[str, Any]) -> str | None:
-    """Name of torchtune's checkpointer, None for a component of one's own."""
+    """Name of torchtune's checkpointer, None for a user's component."""
     package, _, name = str(section["_component_"]).rpartition(".")
     return name if package.split(".")[0] == "torchtune" and name in LAYOUTS else None
 
 
-def _layout(section: Mapping[str, Any]) -> str | None:
-    return LAYOUTS.get(_kind(section) or "")
-
-
 def _check_arguments(section: Mapping[str, Any]) -> None:
-    for name in _OF_TRAINING:
+    for name in _TRAINING_ARGUMENTS:
         if section.get(name):
             raise UserError(
                 f"checkpointer.{name} is {section[name]!r}, but a checkpointer reads full weights"
@@ -173,19 +175,18 @@ def _check_arguments(section: Mapping[str, Any]) -> None:
 
 
 def _files(section: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The weight files, which are there."""
+    """The weight files; each is known to exist."""
     kind = _kind(section)
     if kind == "DistributedCheckpointer":
         return tuple(sorted(_newest_epoch(Path(section["checkpoint_dir"])).iterdir()))
     if kind is None and not {"checkpoint_dir", "checkpoint_files"} <= set(section):
         return ()
     folder = Path(section["checkpoint_dir"])
-    files = section.get("checkpoint_files") or find_weight_files(folder)
-    if not isinstance(files, dict) and not (
-        isinstance(files, list) and all(isinstance(name, str) for name in files)
-    ):
-        raise UserError(f"checkpointer.checkpoint_files is {files!r}, but it is a list of names")
     need_folder(folder, "checkpointer.checkpoint_dir")
+    files = section.get("checkpoint_files") or find_weight_files(folder)
+    is_list = isinstance(files, list) and all(isinstance(name, str) for name in files)
+    if not is_list and not isinstance(files, dict):
+        raise UserError(f"checkpointer.checkpoint_files is {files!r}, but it is a list of names")
     paths = [folder / name for name in compat.file_names(files)]
     absent = [path.name for path in paths if not path.is_file()]
     if absent:

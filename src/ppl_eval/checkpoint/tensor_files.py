@@ -1,8 +1,9 @@
-"""Where a checkpoint's tensors lie: names, shapes and dtypes without reading them, and each one.
+"""The tensors of a checkpoint: names, shapes and dtypes first, their values later.
 
-Tensors are mapped from their files, so a rank that takes a slice of one reads that slice.
+Tensors are mapped from their files, so a rank that takes a slice of a tensor reads that slice only.
 """
 
+import math
 import pickle
 import re
 import struct
@@ -10,18 +11,19 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ppl_eval.errors import UserError, one_line
 
-_SAFETENSORS_DTYPES = {
+_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+"""safetensors' name of a dtype -> the dtype, for those that weights can have."""
 
 _UNREADABLE = (
     *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError),
@@ -33,54 +35,48 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
+    """Shape and dtype of a tensor in a file.
 
     Attributes:
-        shape: its sizes.
-        dtype: a floating-point dtype, or the file's own name of any other.
-        num_bytes: size in the file.
+        dtype: a dtype that weights can have, or the name of any other.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    num_bytes: int
 
-
-class Source(Protocol):
-    """A checkpoint that can be read tensor by tensor."""
-
-    stored: dict[str, Stored]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every (name, tensor), in the order of the files."""
-        ...
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file; 0 for a dtype that weights cannot have, which is refused."""
+        size = self.dtype.itemsize if isinstance(self.dtype, torch.dtype) else 0
+        return math.prod(self.shape) * size
 
 
 class FileSource:
     """Tensors in .safetensors files, or in files of ``torch.save``.
 
     Args:
-        paths: of one model; all of one kind.
+        paths: the files of one model, all of one kind.
 
     Attributes:
-        stored: the checkpoint's own name -> what is stored.
+        stored: the tensor's name in the checkpoint -> its shape and dtype.
 
     Raises:
-        UserError: a file that cannot be read, or a tensor that two files hold.
+        UserError: a file cannot be read, or two files hold the same tensor.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = list(paths)
+        self._paths = paths
         self.stored: dict[str, Stored] = {}
-        home: dict[str, Path] = {}
-        for path in self._paths:
-            for name, stored in _contents(path):
-                if name in home:
-                    raise UserError(
-                        f"{name} is in {home[name].name} and in {path.name}: which one?"
-                    )
-                home[name] = path
-                self.stored[name] = stored
+        file_of: dict[str, Path] = {}
+        for path in paths:
+            contents = _contents(path)
+            for name in contents.keys() & file_of.keys():
+                raise UserError(
+                    f"{name} is in {file_of[name].name} and in {path.name}: name the right files"
+                    " by checkpointer.checkpoint_files"
+                )
+            file_of |= dict.fromkeys(contents, path)
+            self.stored |= contents
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every (name, tensor), mapped, file after file."""
@@ -103,14 +99,13 @@ class StateSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every (name, tensor)."""
         while self._state:
-            name = next(iter(self._state))
-            yield name, self._state.pop(name)
+            yield self._state.popitem()
 
 
 class DistributedSource:
     """A folder that ``torch.distributed.checkpoint`` wrote, with torchtune's names.
 
-    Each rank reads the slices that its own shards need.
+    Each rank reads only the slices that its shards need.
 
     Args:
         folder: holds ``.metadata``. Tensors under ``model.`` are taken if there are any, as
@@ -138,15 +133,8 @@ class DistributedSource:
             if isinstance(entry, TensorStorageMetadata) and name.startswith(self._prefix)
         }
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every (name, tensor), whole."""
-        for name, stored in self.stored.items():
-            tensor = torch.empty(stored.shape, dtype=stored.dtype)  # pyright: ignore
-            self.read_into({name: tensor})
-            yield name, tensor
-
     def read_into(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fill tensors by name; of a DTensor the local shard, of which nothing else is moved."""
+        """Fill tensors by name. Of a DTensor only the local shard is read."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -158,27 +146,23 @@ class DistributedSource:
             raise UserError(f"{self._folder} cannot be read: {one_line(error)}") from error
 
 
-def _contents(path: Path) -> list[tuple[str, Stored]]:
+def _contents(path: Path) -> dict[str, Stored]:
     if path.suffix != ".safetensors":
-        return [(name, _stored(tensor)) for name, tensor in _torch_load(path).items()]
+        return {name: _stored(tensor) for name, tensor in _torch_load(path).items()}
     with _safe_open(path) as file:
-        found = []
-        for name in file.keys():  # noqa: SIM118
-            header = file.get_slice(name)
-            shape, dtype = tuple(header.get_shape()), header.get_dtype()
-            known = _SAFETENSORS_DTYPES.get(dtype)
-            size = 1 if known is None else known.itemsize
-            found.append((name, Stored(shape, known or str(dtype), size * _numel(shape))))
-        return found
+        headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: Stored(
+                tuple(header.get_shape()), _DTYPES.get(header.get_dtype(), str(header.get_dtype()))
+            )
+            for name, header in headers.items()
+        }
 
 
 def _stored(tensor: torch.Tensor) -> Stored:
-    dtype = tensor.dtype if tensor.is_floating_point() else str(tensor.dtype).split(".")[-1]
-    return Stored(tuple(tensor.shape), dtype, tensor.numel() * tensor.element_size())
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
+    dtype = tensor.dtype
+    is_known = dtype in _DTYPES.values()
+    return Stored(tuple(tensor.shape), dtype if is_known else str(dtype).removeprefix("torch."))
 
 
 def _safe_open(path: Path) -> Any:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from ppl_eval import compat
 from ppl_eval.adapter.merge import Adapter
 from ppl_eval.checkpoint.checkpoint import Checkpoint
-from ppl_eval.checkpoint.tensor_files import DistributedSource, Source, StateSource
+from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, StateSource
 from ppl_eval.errors import UserError
 from ppl_eval.model.check_names import EMBEDDING, HEAD
 from ppl_eval.parallel.cut import as_shard, own_part, own_shard
@@ -75,7 +75,7 @@ def load(
 
 
 def _converted(
-    source: Source, checkpoint: Checkpoint, show_progress: bool
+    source: FileSource | StateSource, checkpoint: Checkpoint, show_progress: bool
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(the checkpoint's name, torchtune's name, tensor) of all tensors, in the order of the
     files."""

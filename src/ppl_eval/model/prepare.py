@@ -12,7 +12,7 @@ from ppl_eval import fingerprint as fingerprints
 from ppl_eval.adapter.check import install, read_adapter, strip
 from ppl_eval.adapter.merge import Adapter
 from ppl_eval.checkpoint.checkpoint import Checkpoint
-from ppl_eval.checkpoint.weight_files import has_adapter
+from ppl_eval.checkpoint.weight_files import find_adapter
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_config import check_against_config
 from ppl_eval.model.check_names import check_names
@@ -140,7 +140,7 @@ def _about_adapters(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(warnings, notes): what is done with an adapter, or with one that lies about."""
     folder = checkpoint.folder
-    beside = folder is not None and has_adapter(Path(folder))
+    beside = folder is not None and find_adapter(Path(folder)) is not None
     if adapter is not None:
         if not beside:
             return adapter.warnings, ()
