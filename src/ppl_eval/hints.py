@@ -4,24 +4,18 @@ import difflib
 from collections.abc import Iterable
 
 _KEYS = {
-    "a batch is bounded by its positions, not its rows: set max_tokens_per_batch": "batch_size",
-    "set max_tokens_per_batch, the positions of a batch": "forward_batch_size",
-    "set protocol.max_seq_len, the tokens of a window": "max_seq_length max_length",
-    "batches hold windows of nearly the same length, each in a row of its own: leave it out": (
-        "packed"
-    ),
+    "a batch is limited by tokens, not by rows: set max_tokens_per_batch": "batch_size",
+    "set max_tokens_per_batch, the number of tokens in a batch": "forward_batch_size",
+    "set protocol.max_seq_len, the number of tokens in a window": "max_seq_length max_length",
+    "windows are not packed; batches hold windows of similar length: leave it out": "packed",
     "set max_documents, the number of documents that are read": "limit",
-    "this measures perplexity; tasks are what `tune run eleuther_eval` measures": (
-        "tasks num_fewshot"
-    ),
+    "this measures perplexity; `tune run eleuther_eval` measures tasks": "tasks num_fewshot",
     "models run without torch.compile: leave it out": "compile",
     "the recipe reads plain weights; build a quantised model in Python and give it to"
     " ppl_eval.evaluate (docs/python_api.md)": "quantizer quantization",
     "every document is read once, in an order that changes no result: leave it out": "shuffle",
     "batches are made by protocol.name and max_tokens_per_batch: leave it out": "collate_fn",
-    "a run has no state to go on from: leave it out": (
-        "resume resume_from_checkpoint recipe_checkpoint"
-    ),
+    "a run cannot be resumed: leave it out": "resume resume_from_checkpoint recipe_checkpoint",
     "a window is read in one forward pass, without a cache: leave it out": "enable_kv_cache",
     "nothing is generated here: leave it out": "max_new_tokens temperature top_k top_p prompt",
     "nothing is trained here: leave it out": (
@@ -31,7 +25,7 @@ _KEYS = {
         " save_adapter_weights_only profiler"
     ),
     "each rank reads only its part of the weights: leave it out": "low_cpu_ram",
-    "weights stay on the device; more parallel.dp_shard or parallel.tp makes each rank's part"
+    "weights stay on the device; a larger parallel.dp_shard or parallel.tp makes each rank's part"
     " smaller": "fsdp_cpu_offload",
     "embedding and head are sharded like all layers: leave it out": (
         "custom_sharded_layers memory_efficient_fsdp_wrap"
@@ -42,7 +36,7 @@ _KEYS = {
     "set parallel.dp_shard, or parallel.dp_replicate for copies": "data_parallel_dim",
     "set parallel.dp_shard": "data_parallel_shard_dim",
     "set parallel.dp_replicate": "data_parallel_replicate_dim",
-    "processes are counted before the recipe: tune run --nproc_per_node N ppl_eval ...": (
+    "the launcher takes it: tune run --nproc_per_node N ppl_eval ...": (
         "nproc_per_node nnodes num_processes world_size"
     ),
     "set dataset.{key}": "data_files source split column domain_column unit",

@@ -196,8 +196,8 @@ def test_compare(ppl_eval, tmp_path):
     (tmp_path / "two" / "results.json").write_text('{"schema_version": 1}')
     assert "lacks counts, domains" in ppl_eval("compare", "two")[2]
     (tmp_path / "two" / "results.json").write_text("{")
-    assert "is not JSON" in ppl_eval("compare", "two")[2]
-    assert "cannot read nowhere" in ppl_eval("compare", "nowhere")[2]
+    assert "is not readable JSON" in ppl_eval("compare", "two")[2]
+    assert "there is no nowhere: has the run ended?" in ppl_eval("compare", "nowhere")[2]
 
 
 def test_check_says_what_a_run_would_do(ppl_eval, tmp_path, monkeypatch):

@@ -209,7 +209,7 @@ def test_a_key_of_torchtunes_recipes_gets_a_hint(key):
 
 
 def test_what_torchtunes_data_set_takes_gets_a_hint_here():
-    with pytest.raises(UserError, match="dataset.packed: .*nearly the same length.*leave it out"):
+    with pytest.raises(UserError, match="dataset.packed: .*similar length.*leave it out"):
         load([*TINY, "dataset.packed=true"])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ppl_eval.errors import UserError
+from ppl_eval.files import read_json
 from ppl_eval.metrics.definitions import FIDELITY
 from ppl_eval.metrics.intervals import paired_log_ratio
 from ppl_eval.report.layout import align, kept, number, wrapped
@@ -130,14 +131,10 @@ def _documents(folder: Path) -> list[dict[str, Any]]:
 
 def _read_results(path: Path) -> dict[str, Any]:
     file = path / "results.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; has the run ended?") from error
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
-    sections = {"schema_version", "counts", "metrics", "domains", "fingerprints"}
-    missing = sections - set(content) if isinstance(content, dict) else sections
+    if not file.is_file():
+        raise UserError(f"there is no {file}: has the run ended?")
+    content = read_json(file)
+    missing = {"schema_version", "counts", "metrics", "domains", "fingerprints"} - set(content)
     if missing:
         raise UserError(
             f"{file} is no results.json of ppl_eval: it lacks {', '.join(sorted(missing))}"

@@ -46,7 +46,14 @@ def drop_layers(teacher: Path, student: Path, dropped: Collection[int]) -> list[
     if not isinstance(num_layers, int):
         raise UserError(f"{path} has no num_hidden_layers: only decoders of text can lose layers")
     files = _weight_files(teacher)
-    kept = _kept_layers(teacher, num_layers, dropped)
+    absent = sorted(set(dropped) - set(range(num_layers)))
+    if absent:
+        raise UserError(
+            f"{teacher} has no layer {absent[0]}: it has {counted(num_layers, 'layer')}, from 0"
+        )
+    kept = sorted(set(range(num_layers)) - set(dropped))
+    if not kept:
+        raise UserError(f"every layer of {teacher} would go: leave at least one")
     names = _new_names(files, num_layers, kept)
     if student.exists() and (not student.is_dir() or any(student.iterdir())):
         raise UserError(f"{student} is there and not empty: name a new folder for the student")
@@ -71,18 +78,6 @@ def _weight_files(teacher: Path) -> list[Path]:
     if others:
         raise UserError(f"{teacher} has its weights in {others[0]}: only .safetensors files do")
     return files
-
-
-def _kept_layers(teacher: Path, num_layers: int, dropped: Collection[int]) -> list[int]:
-    absent = sorted(set(dropped) - set(range(num_layers)))
-    if absent:
-        raise UserError(
-            f"{teacher} has no layer {absent[0]}: it has {counted(num_layers, 'layer')}, from 0"
-        )
-    kept = sorted(set(range(num_layers)) - set(dropped))
-    if not kept:
-        raise UserError(f"every layer of {teacher} would go: leave at least one")
-    return kept
 
 
 def _new_names(files: list[Path], num_layers: int, kept: list[int]) -> dict[Path, dict[str, str]]:

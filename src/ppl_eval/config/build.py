@@ -112,8 +112,8 @@ def _check_keys(node: Mapping[str, Any], prefix: str = "") -> None:
             raise UserError(f"unknown config key {key}{_suggest(key)}")
         is_section = dataclasses.is_dataclass(kinds[0])
         if is_section or dict in kinds:
-            takes = (dict, list) if key == "dataset" else dict
-            is_mapping = isinstance(value, takes) or (isinstance(value, str) and "${" in value)
+            allowed = (dict, list) if key == "dataset" else dict
+            is_mapping = isinstance(value, allowed) or (isinstance(value, str) and "${" in value)
             if not is_mapping and not (value is None and types.NoneType in kinds):
                 raise UserError(f"config: {key} is {value!r}, but it is a mapping of keys")
         elif isinstance(value, dict) and value:

@@ -35,11 +35,8 @@ _LEAST = {
 """Key -> the least value that it may have, apart from null."""
 
 _DTYPES = {
-    "float32": "fp32",
-    "float": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
+    **{"float32": "fp32", "float": "fp32"},
+    **{"bfloat16": "bf16", "float16": "fp16", "half": "fp16"},
 }
 """torch's name of a dtype -> the name in a config."""
 

@@ -87,14 +87,12 @@ def load_for_run(args: Sequence[str]) -> EvalConfig:
         UserError: also what is wrong with a path.
     """
     config = load(args)
-    for key, node in (
-        ("checkpoint_dir", config.checkpointer),
-        ("teacher_checkpoint_dir", config.teacher_checkpointer),
-    ):
+    for prefix in ("", "teacher_"):
+        node = getattr(config, f"{prefix}checkpointer")
         folder = node.get("checkpoint_dir")
         # a user's component may mean something else by checkpoint_dir
         if str(node.get("_component_")).startswith("torchtune.") and isinstance(folder, str):
-            need_folder(folder, key)
+            need_folder(folder, f"{prefix}checkpoint_dir")
     if config.adapter.dir is not None:
         need_folder(config.adapter.dir, "adapter.dir")
     for node in (config.dataset, *config.dataset.get("corpora", {}).values()):

@@ -44,7 +44,7 @@ def check_domains(keys: Iterable[str], domains: Collection[str]) -> None:
 def check_known(keys: Iterable[str], num_left_out: int, protocol: str) -> None:
     """Refuse a limit on a metric that is null because the protocol does not score all tokens.
 
-    ``num_left_out`` tokens are never read, or read and never scored.
+    ``num_left_out`` is the number of tokens that are never read, or read and never scored.
     """
     for key in keys if num_left_out else ():
         if _path(key)[-1] in _NEED_WHOLE_TEXT:
@@ -90,11 +90,11 @@ def _check_name(key: str, protocol: str) -> None:
     same_name.sort(key=lambda each: not each.startswith(key.split(".")[0]))
     close = same_name or difflib.get_close_matches(key, every, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
+    allowed = (
+        "metrics.NAME, domains.DOMAIN.metrics.NAME, macro.NAME, or with a teacher fidelity.NAME"
+    )
+    allowed += " or teacher.metrics.NAME"
     for section, names in known.items():
         if f"{key}.".startswith(f"{section}."):
-            allowed = ", ".join(f"{section}.{each}" for each in names)
-            raise UserError(f"fail_if has {key}, but it is one of {allowed}{hint}")
-    raise UserError(
-        f"fail_if has {key}, but it is metrics.NAME, domains.DOMAIN.metrics.NAME, macro.NAME, or"
-        f" with a teacher fidelity.NAME or teacher.metrics.NAME{hint}"
-    )
+            allowed = f"one of {', '.join(f'{section}.{each}' for each in names)}"
+    raise UserError(f"fail_if has {key}, but it is {allowed}{hint}")
