@@ -145,6 +145,7 @@ mistakes = {
     "fail_if.metrics.token_perplexity=true": "token_perplexity is True, but it is a number",
     "fail_if.metrics=3": "fail_if has metrics, but it is one of metrics.nll_nats_per_token",
     "fail_if.metrics.hf_perplexity=3": "only protocol.name=hf_stride has it",
+    "fail_if.domains.metrics.token_perplexity=3": "domains.metrics.token_perplexity, but it is m",
     "fail_if.domains.a=3": "fail_if has domains.a, but it is metrics.NAME, domains.DOMAIN.metrics",
     "fail_if.domains.a.metrics.ppl=3": "it is one of domains.a.metrics.nll_nats_per_token",
     "fail_if.macro.hf_perplexity=3": "it is one of macro.token_perplexity",

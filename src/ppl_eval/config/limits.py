@@ -90,10 +90,8 @@ def _check_name(key: str, protocol: str) -> None:
     same_name.sort(key=lambda each: not each.startswith(key.split(".")[0]))
     close = same_name or difflib.get_close_matches(key, every, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    allowed = (
-        "metrics.NAME, domains.DOMAIN.metrics.NAME, macro.NAME, or with a teacher fidelity.NAME"
-    )
-    allowed += " or teacher.metrics.NAME"
+    allowed = "metrics.NAME, domains.DOMAIN.metrics.NAME, macro.NAME, or with a teacher"
+    allowed += " fidelity.NAME or teacher.metrics.NAME"
     for section, names in known.items():
         if f"{key}.".startswith(f"{section}."):
             allowed = f"one of {', '.join(f'{section}.{each}' for each in names)}"
