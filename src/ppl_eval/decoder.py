@@ -27,6 +27,7 @@ class Decoder(Protocol):
         layers: its decoder layers, in order. Each becomes an FSDP2 unit.
         embedding: the module that holds the input embedding.
         num_ids: rows of the embedding: valid token ids are 0 to ``num_ids - 1``.
+        max_seq_len: most tokens that the model reads at once.
         num_heads: (query heads, key and value heads) of each layer.
         split_plan: pattern of a module's name -> how tensor parallelism splits its matrix:
             ``columns`` (output features), ``rows`` (input features) or ``vocabulary``. ``*`` stands
@@ -44,6 +45,9 @@ class Decoder(Protocol):
 
     @property
     def num_ids(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
 
     @property
     def num_heads(self) -> Sequence[tuple[int, int]]: ...

@@ -293,7 +293,7 @@ def test_what_is_wrong_with_the_teacher_is_said_of_the_teacher(tune, tmp_path):
     (alone / "model.safetensors").rename(alone / "adapter_model.safetensors")
     for folder, message in (
         (damaged, "the teacher: model.norm.weight holds NaN"),
-        (short, "the teacher: protocol.max_seq_len is 256, but the model reads at most 100"),
+        (short, "protocol.max_seq_len is 256, but the teacher reads at most 100 tokens"),
         (few, "embedding has 300 rows"),
         (alone, f"the teacher: {alone} holds an adapter and no model weights"),
     ):

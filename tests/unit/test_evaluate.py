@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ppl_eval
 from ppl_eval import UserError, evaluate
-from ppl_eval.data.protocol import RULES
+from ppl_eval.data.protocol import RULES, Protocol, make_protocol
 from ppl_eval.evaluation.loop import Progress, run
 from ppl_eval.evaluation.workload import prepare_workload
 from ppl_eval.model.torchtune_decoder import decoder_of
@@ -260,6 +260,13 @@ def test_a_special_token_outside_the_model_is_named(bytes_model, special):
         evaluate(bytes_model, ByteTokenizer(**special), ["a"], max_seq_len=8, add_eos=True)
 
 
+def test_an_opening_bos_outside_the_model_is_named():
+    """The scored BOS of lm_eval_rolling, where the prefix token is another."""
+    protocol = Protocol(8, name="lm_eval_rolling", bos_id=1, opening_id=259)
+    with pytest.raises(UserError, match="tokenizer's BOS has the token id 259, .* 259 rows"):
+        prepare_workload(ByteTokenizer(), ["a"], protocol, max_tokens_per_batch=8, vocab_size=259)
+
+
 def test_an_object_that_is_no_tokenizer(bytes_model):
     with pytest.raises(UserError, match=r"tokenizer \(int\) has no encode"):
         evaluate(bytes_model, 5, ["a"], max_seq_len=8)
@@ -283,8 +290,6 @@ def test_training_mode_and_gradients_are_as_before(bytes_model):
 
 
 def test_progress_counts_every_token(bytes_model):
-    from ppl_eval.data.protocol import make_protocol
-
     protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
     work = prepare_workload(ByteTokenizer(), TEXTS, protocol, max_tokens_per_batch=64)
     seen: list[Progress] = []
@@ -299,9 +304,6 @@ def test_progress_counts_every_token(bytes_model):
 
 def test_progress_counts_the_noise_floor(bytes_model):
     """35 batches of one position beside a teacher; numbers 0, 16 and 32 are read again."""
-
-    from ppl_eval.data.protocol import make_protocol
-
     protocol = make_protocol(ByteTokenizer(), max_seq_len=32)
     work = prepare_workload(ByteTokenizer(), ["a"] * 35, protocol, max_tokens_per_batch=1)
     for noise_floor, steps in ((True, 38), (False, 35)):

@@ -20,17 +20,25 @@ def plan_of(lengths, max_tokens_per_batch, bos_id=1):
 def test_every_window_runs_once_whatever_the_number_of_ranks(lengths, budget, num_ranks):
     windows, plan = plan_of(lengths, budget)
     steps = plan.num_steps(num_ranks)
-    runs = [plan.batch_of(s, r, num_ranks) for r in range(num_ranks) for s in range(steps)]
-    assert len(runs) == steps * num_ranks
+    of_rank = [list(plan.batches_of(rank, num_ranks)) for rank in range(num_ranks)]
+    assert {len(batches) for batches in of_rank} == {steps}
+    runs = [batch for batches in of_rank for batch in batches]
     seen = np.concatenate([plan.batches[b] for b in runs if b is not None] or [np.empty(0, int)])
     assert sorted(seen.tolist()) == list(range(len(windows)))
     idle = [b is None for b in runs]
     assert sum(idle) < num_ranks
-    if steps:  # a rank without a batch has none in the last step only
-        before_last = [
-            plan.batch_of(s, r, num_ranks) for r in range(num_ranks) for s in range(steps - 1)
-        ]
-        assert all(b is not None for b in before_last)
+    # a rank without a batch has none in the last step only
+    assert all(batch is not None for batches in of_rank for batch in batches[:-1])
+
+
+@given(lengths, st.integers(1, 9), st.integers(2, 20))
+def test_a_sample_takes_one_batch_in_so_many_once(lengths, num_ranks, every):
+    _, plan = plan_of(lengths, 1)
+    of_rank = [list(plan.batches_of(rank, num_ranks, every)) for rank in range(num_ranks)]
+    assert len({len(batches) for batches in of_rank}) == 1
+    found = sorted(batch for batches in of_rank for batch in batches if batch is not None)
+    assert found == [number for number in range(len(plan.batches)) if number % every == 0]
+    assert sum(map(len, of_rank)) - len(found) < num_ranks
 
 
 @given(lengths, st.integers(1, 200), st.sampled_from([None, 1]))
@@ -55,8 +63,8 @@ def test_ranks_have_nearly_the_same_work():
     loads = [
         sum(
             int(windows.num_tokens[plan.batches[batch]].sum())
-            for step in range(plan.num_steps(4))
-            if (batch := plan.batch_of(step, rank, 4)) is not None
+            for batch in plan.batches_of(rank, 4)
+            if batch is not None
         )
         for rank in range(4)
     ]

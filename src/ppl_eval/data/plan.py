@@ -1,5 +1,6 @@
 """Plan: windows -> batches -> which data-parallel rank runs which batch in which step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,20 +9,20 @@ from ppl_eval import fingerprint
 from ppl_eval.data.windows import Windows
 
 CPU_BUDGET, GPU_BUDGET = 1024, 8192
-"""Input positions of a batch at most, where none are given. A CPU is busy with one window of 1,024
-tokens: more of them at a time cost padding, and leave ranks without work."""
+"""Default ``max_tokens_per_batch``. One window of 1,024 tokens keeps a CPU busy: more of them at a
+time cost padding, and leave ranks without work."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Batches of a whole corpus, the longest windows first.
 
-    The batches do not depend on the number of ranks, so neither do the numbers that come out of
-    them: a forward row gives the same bits in the same batch on the same kind of machine.
+    The batches do not depend on the number of ranks, so neither do the results: a row gives the
+    same bits in the same batch on the same kind of machine.
 
     Attributes:
-        batches: window numbers (int64 [windows]) of each batch.
-        num_positions: input positions of each batch, padding included (int64 [batches]).
+        batches: window numbers (int64 [windows of the batch]) by batch.
+        num_positions: input positions by batch, padding included (int64 [batches]).
         fingerprint: hash of the windows and the batches.
     """
 
@@ -30,39 +31,39 @@ class Plan:
     fingerprint: str
 
     def num_steps(self, num_ranks: int) -> int:
-        """Steps that every one of ``num_ranks`` data-parallel ranks runs."""
+        """Steps that each of ``num_ranks`` data-parallel ranks runs."""
         return -(-len(self.batches) // num_ranks)
 
-    def batch_of(self, step: int, rank: int, num_ranks: int) -> int | None:
-        """Which batch data-parallel rank ``rank`` runs in ``step``.
+    def batches_of(self, rank: int, num_ranks: int, every: int = 1) -> Iterator[int | None]:
+        """The batches that a data-parallel rank runs, one a step.
 
         Neighbours in the order of lengths share a step, so the ranks have nearly the same work.
 
-        Returns:
-            Its number, or None in the last step of a rank for which no batch is left: it takes part
-            in the collectives of the step and counts nothing.
+        Args:
+            rank: the data-parallel rank.
+            num_ranks: number of data-parallel ranks.
+            every: take only one batch in so many.
+
+        Yields:
+            The batch's number, on every rank in equally many steps. It is None in the last step of
+            a rank for which no batch is left: the rank takes part in the step's collectives and
+            counts nothing.
         """
-        number = step * num_ranks + rank
-        return number if number < len(self.batches) else None
+        chosen = range(0, len(self.batches), every)
+        for begin in range(0, len(chosen), num_ranks):
+            yield chosen[begin + rank] if begin + rank < len(chosen) else None
 
 
 def batch_budget(given: int | None, device_type: str) -> int:
-    """``max_tokens_per_batch`` as given, or what suits the type of device."""
-    if given is not None:
-        return given
-    return CPU_BUDGET if device_type == "cpu" else GPU_BUDGET
+    """``max_tokens_per_batch`` as given, or the default for the type of device."""
+    default = CPU_BUDGET if device_type == "cpu" else GPU_BUDGET
+    return default if given is None else given
 
 
 def largest_budget_for(num_ranks: int, windows: Windows, most: int) -> int | None:
     """The largest ``max_tokens_per_batch`` that gives each data-parallel rank a batch.
 
-    Args:
-        num_ranks: number of data-parallel ranks.
-        windows: all windows of the corpus.
-        most: the largest budget that is tried.
-
-    Returns:
-        The budget, or None if there are fewer windows than ranks.
+    ``most`` is the largest that is tried. None: there are fewer windows than ranks.
     """
     # a larger budget never makes more batches, and a budget of 1 makes one of each window
     low, high = 0, most
@@ -78,8 +79,8 @@ def make_plan(windows: Windows, *, max_tokens_per_batch: int) -> Plan:
 
     Args:
         windows: all windows of the corpus.
-        max_tokens_per_batch: input positions of a batch at most, padding included. A window that is
-            longer is a batch of its own.
+        max_tokens_per_batch: most input positions of a batch, padding included. A longer window is
+            a batch by itself.
     """
     order = np.argsort(-windows.num_inputs, kind="stable")
     lengths = windows.num_inputs[order]

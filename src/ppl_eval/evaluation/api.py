@@ -1,4 +1,4 @@
-"""evaluate: a model at hand, a tokenizer and documents -> what was found. For Python programs."""
+"""evaluate: a model that is already built, a tokenizer and documents -> an Evaluation."""
 
 import logging
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from ppl_eval.data.plan import batch_budget
 from ppl_eval.data.protocol import make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.evaluation.loop import Evaluation, run
-from ppl_eval.evaluation.model_limits import check_window, fit_window, vocab_size_of
+from ppl_eval.evaluation.model_limits import fit_window, vocab_size_of
 from ppl_eval.evaluation.workload import prepare_workload
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import Meshes
@@ -58,17 +58,17 @@ def evaluate(
         tokenizer: the model's: ``encode(text, add_bos, add_eos)``, ``bos_id``, ``eos_id``.
         documents: texts, mappings with ``text`` (and ``id``, ``domain``), or a ``text_corpus``.
         protocol: the rule that makes windows: see docs/protocols.md.
-        max_seq_len: tokens in a window, BOS included; None: the protocol's own, mostly 1,024, or
-            what the models read if that is less.
-        stride: text tokens by which windows advance; None: they do not overlap.
-        add_bos: True, False, or ``auto``: as the tokenizer has it.
+        max_seq_len: tokens in a window, BOS included; None: the protocol's default, mostly 1,024,
+            or what the models read if that is less.
+        stride: text tokens by which windows advance; None: windows do not overlap.
+        add_bos: True, False, or ``auto``: as the tokenizer does it.
         add_eos: score an EOS after each document.
-        separator: between texts that the protocol joins; None: the protocol's own.
-        max_tokens_per_batch: input positions of a batch at most, padding included; None: 1,024 on
-            a CPU, 8,192 on CUDA.
+        separator: between texts that the protocol joins; None: the protocol's default.
+        max_tokens_per_batch: most input positions of a batch, padding included; None: 1,024 on a
+            CPU, 8,192 on CUDA.
         max_documents: take the first N documents.
-        fp32_logits: compute logits in fp32, also of a bf16 model; see
-            :class:`ppl_eval.score.reader.Reader`. Beside a teacher it is always so.
+        fp32_logits: compute logits in fp32, also for a bf16 model; see
+            :class:`ppl_eval.score.reader.Reader`. With a teacher logits are always fp32.
         group: the ranks that read different documents. None: all processes, which is right for
             FSDP2 and DDP.
         meshes: from :meth:`ParallelDims.build_mesh`, in place of ``group``, for a torchtune decoder
@@ -76,11 +76,10 @@ def evaluate(
             be shared by several ranks (cp).
         teacher: a model with the same tokenizer, on the same device, that reads the same windows;
             the result then has ``teacher`` and ``fidelity``.
-        teacher_meshes: the teacher's, if it is split otherwise; ``meshes`` if not given.
-        noise_floor: with a teacher, measure what another rounding of it would give: one batch in
-            sixteen is read by it twice more.
-        device: where the models compute; None: where the first parameter is, or where FSDP2 brings
-            parameters that it keeps on the CPU.
+        teacher_meshes: the teacher's meshes, if it is split otherwise; None: ``meshes``.
+        noise_floor: with a teacher, measure how far a differently rounded teacher is from it; the
+            teacher reads one batch in sixteen twice more.
+        device: where the models compute; None: see :func:`device_of`.
 
     Raises:
         UserError: a bad row, an empty corpus, a window longer than the model allows, a NaN loss.
@@ -94,6 +93,7 @@ def evaluate(
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     group = group or world
+    groups = Groups(group, group) if meshes is None else Groups.of(meshes)
     models = [model] if teacher is None else [model, teacher]
     window, notes = fit_window(models, protocol, max_seq_len)
     rule = make_protocol(
@@ -105,8 +105,6 @@ def evaluate(
         add_eos=add_eos,
         separator=separator,
     )
-    for each in models:
-        check_window(each, rule.max_seq_len)
     device = device_of(model) if device is None else torch.device(device)
     sizes = [size for size in map(vocab_size_of, models) if size is not None]
     workload = prepare_workload(
@@ -121,7 +119,6 @@ def evaluate(
     notes += notes_of(documents)
     for note in notes if world is None or dist.get_rank() == 0 else ():
         logger.warning(note)
-    groups = Groups(group, group) if meshes is None else Groups.of(meshes)
     readers = [Reader(model, decoder_of(model), groups, fp32_logits or teacher is not None)]
     if teacher is not None:
         teachers = groups if teacher_meshes is None else Groups.of(teacher_meshes)

@@ -1,10 +1,11 @@
-"""The models of a run onto their meshes, with this rank's weights."""
+"""Put the models of a run onto their meshes, with this rank's weights."""
 
 import torch
 
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.evaluation.preflight import Preflight
 from ppl_eval.evaluation.teacher import of_the_teacher, teacher_dims
+from ppl_eval.model.prepare import PreparedModel
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import Meshes, ParallelDims
 from ppl_eval.parallel.groups import Groups
@@ -20,36 +21,33 @@ def load_readers(
     *,
     show_progress: bool = False,
 ) -> list[Reader]:
-    """Split and shard the models, and read this rank's weights of each.
+    """Split and shard the models, and read this rank's weights of each. Every rank calls it.
 
     Args:
-        ready: from :func:`ppl_eval.evaluation.preflight.prepare`; its models are on meta before and
-            on ``device`` after.
+        ready: from :func:`ppl_eval.evaluation.preflight.prepare`; the models are on meta before
+            and on ``device`` after.
         cfg: the checked config.
-        dims: degrees of the student.
-        meshes: the student's, or None for one process.
+        dims: the student's parallel degrees.
+        meshes: the student's meshes, or None for one process.
         device: where this rank computes.
         show_progress: show bars, if stderr is a terminal.
 
     Returns:
         The student, and the teacher if there is one.
     """
+
+    def read(prepared: PreparedModel, meshes: Meshes | None, reshard: bool) -> Reader:
+        prepared.load(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
+        model, fp32_logits = prepared.model, cfg.logits_dtype == "fp32"
+        return Reader(model, decoder_of(model), Groups.of(meshes), fp32_logits)
+
     reshard = cfg.parallel.reshard_after_forward
-    fp32_logits = cfg.logits_dtype == "fp32"
-    ready.student.load(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
-    model = ready.student.model
-    readers = [Reader(model, decoder_of(model), Groups.of(meshes), fp32_logits)]
-    if ready.teacher is None:
-        return readers
-    own_dims, own_reshard = teacher_dims(cfg, dims), cfg.teacher_parallel.reshard_after_forward
-    if meshes is not None and own_dims != dims:
-        meshes = own_dims.build_mesh(device.type, cfg.process_group.timeout_s)
-    with of_the_teacher():
-        ready.teacher.load(
-            meshes,
-            device,
-            reshard_after_forward=reshard if own_reshard is None else own_reshard,
-            show_progress=show_progress,
-        )
-    model = ready.teacher.model
-    return [*readers, Reader(model, decoder_of(model), Groups.of(meshes))]
+    readers = [read(ready.student, meshes, reshard)]
+    if ready.teacher is not None:
+        degrees = teacher_dims(cfg, dims)
+        if meshes is not None and degrees != dims:
+            meshes = degrees.build_mesh(device.type, cfg.process_group.timeout_s)
+        asked = cfg.teacher_parallel.reshard_after_forward
+        with of_the_teacher():
+            readers.append(read(ready.teacher, meshes, reshard if asked is None else asked))
+    return readers

@@ -1,8 +1,9 @@
-"""The evaluation loop: models, workload -> ledger, summary and fidelity, on any number of ranks."""
+"""The evaluation loop: models and workload -> ledger, summary and fidelity, on every rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,13 @@ from ppl_eval.metrics.profiles import Profile, context_profile, loss_by_position
 from ppl_eval.metrics.summary import Summary, summarise
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.model.stored import StoredWeights, stored_weights
-from ppl_eval.parallel.groups import Groups
 from ppl_eval.parallel.tensor import check_groups
 from ppl_eval.score.reader import Reader, evaluating
 from ppl_eval.score.scoring import Scorer
 
 NOISE_EVERY = 16
-"""One batch in so many is read twice more, by the teacher and by the teacher rounded otherwise."""
+"""For the noise floor one batch in so many is read twice more: by the teacher, and by the teacher
+with perturbed layers."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Progress:
         step: steps done, from 1; those of the noise floor come after ``num_steps``.
         num_steps: steps that score.
         num_scored: tokens that all ranks together have scored so far.
-        share: of the run's forward work that all ranks together have done, in input positions; the
-            noise floor is part of it.
-        perplexity: gives that of this rank's own tokens so far; it waits for the device.
+        share: part of the forward work of all ranks that is done, by input positions; the noise
+            floor is included.
+        perplexity: computes the perplexity of this rank's tokens so far; it waits for the device.
     """
 
     step: int
@@ -48,16 +49,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found; the same on every rank.
+    """The result of an evaluation; the same on every rank.
 
     Attributes:
         workload: what was scored.
-        ledger: results by window.
-        summary: counts and metrics of the whole, by domain and by document.
-        teacher: the teacher's, if there is one.
-        fidelity: how far the model is from its teacher, beside the ledger's sums.
-        by_context: means of what was found of tokens, by the number of tokens before them.
-        weights: what the model's numbers are stored in, and how many linear layers are quantised.
+        ledger: sums by window.
+        summary: counts and metrics of the corpus, by domain and by document.
+        by_context: means over tokens, by the number of tokens before them.
+        teacher: the teacher's counts and metrics, if there is a teacher.
+        fidelity: histograms, profiles and the noise floor, if there is a teacher.
+        weights: dtypes of the model's stored weights, and how many linear layers are quantised.
         notes: what the reading of texts and the choice of windows decided, one sentence each.
     """
 
@@ -94,52 +95,53 @@ def run(
         workload: from :func:`ppl_eval.evaluation.workload.prepare_workload`.
         device: where the models are.
         records: filled with every token that this rank scores.
-        noise_floor: with a teacher, measure what another rounding of it would give.
+        noise_floor: with a teacher, measure how far a differently rounded teacher is from it.
         on_step: called on this rank after every step, those of the noise floor included.
-        check_every: steps between looks for a NaN or infinite loss among this rank's own (each
-            waits for the device). Only a rank that has one raises, so give it where such an error
-            ends all processes. None: only at the end, when all ranks raise.
+        check_every: look for a NaN or infinite loss of this rank after so many steps (each look
+            waits for the device). Only the rank that has one raises, so give it only where an error
+            ends all processes. None: look at the end only, when all ranks raise.
 
     Raises:
         UserError: a loss is NaN or infinite, naming document and window; a model that is split over
             ranks which would read different windows.
     """
-    student, groups = readers[0], readers[0].groups
+    student, groups, plan = readers[0], readers[0].groups, workload.plan
     for reader in readers:
         check_groups(reader.model, reader.groups.loss)
         check_same_batches(student, reader)
     has_teacher = len(readers) > 1
-    fidelity = Fidelity(device, _coarser(readers)) if has_teacher else None
-    by_context = context_profile(PROFILED if has_teacher else ("nll_nats",), device)
+    columns, profiled = (SUMS, PROFILED) if has_teacher else (NLL, ("nll_nats",))
     num_parts = 1 if student.context is None else student.context.size
-    ledger = Ledger(len(workload.windows), device, num_parts, columns=SUMS if has_teacher else NLL)
+    ledger = Ledger(len(workload.windows), device, num_parts, columns=columns)
+    by_context = context_profile(profiled, device)
+    coarser = max((reader.dtype for reader in readers), key=lambda dtype: torch.finfo(dtype).eps)
+    fidelity = Fidelity(device, coarser) if has_teacher else None
     tables = [table for table in (ledger, by_context, fidelity, records) if table is not None]
     running, scorer = Perplexity(device), Scorer(readers, device)
-    sample = range(0)
-    if has_teacher and noise_floor and readers[-1].can_round_layers:
-        sample = range(0, len(workload.plan.batches), NOISE_EVERY)
-    tell = _teller(workload, sample, groups, running, on_step)
+    has_noise = has_teacher and noise_floor and readers[-1].can_round_layers
+    progress = _progress(workload, groups.num_batch_ranks, has_noise, running)
 
-    # where an error ends all processes there is no need to go on until the end with it
+    # where an error ends all processes, a rank that cannot read a text need not go on
     together = workload.corpus.failing_together() if check_every is None else nullcontext()
     with together, evaluating(readers):
         weights = stored_weights(student.model)
-        for step in range(workload.plan.num_steps(groups.num_batch_ranks)):
-            number = workload.plan.batch_of(step, groups.batch_rank, groups.num_batch_ranks)
+        batches = plan.batches_of(groups.batch_rank, groups.num_batch_ranks)
+        for step, number in enumerate(batches, 1):
             tokens, values = scorer.score(workload.batch(number))
             for table in tables:
                 table.update(tokens, values)
             running.update(values["nll_nats"], len(tokens))
-            if check_every is not None and (step + 1) % check_every == 0:
+            if check_every is not None and step % check_every == 0:
                 _raise_if_not_finite(ledger, workload)
-            tell(step + 1, 0)
-        for turn, number in enumerate(_shared(sample, groups), 1):
-            assert fidelity is not None
-            epsilon = torch.finfo(fidelity.coarser).eps
-            fidelity.update_noise(
-                *scorer.score_noise(workload.batch(number), seed=number or 0, epsilon=epsilon)
-            )
-            tell(workload.plan.num_steps(groups.num_batch_ranks), turn)
+            if on_step is not None:
+                on_step(next(progress))
+        if fidelity is not None and has_noise:
+            for number in plan.batches_of(groups.batch_rank, groups.num_batch_ranks, NOISE_EVERY):
+                batch, epsilon = workload.batch(number), torch.finfo(coarser).eps
+                found = scorer.score_noise(batch, seed=number or 0, epsilon=epsilon)
+                fidelity.update_noise(*found)
+                if on_step is not None:
+                    on_step(next(progress))
 
     ledger.assemble(groups.loss)
     by_context.assemble(groups.loss)
@@ -147,62 +149,37 @@ def run(
         fidelity.assemble(groups.loss, readers[-1].groups.loss)
     _raise_if_not_finite(ledger, workload)
 
-    def summary(of: Ledger, column: str) -> Summary:
+    def summary(of_model: Ledger, column: str) -> Summary:
         profile = loss_by_position(by_context, column)
-        return summarise(workload.corpus, workload.protocol, workload.windows, of, profile)
+        return summarise(workload.corpus, workload.protocol, workload.windows, of_model, profile)
 
-    return Evaluation(
-        workload,
-        ledger,
-        summary(ledger, "nll_nats"),
-        by_context,
-        summary(ledger.with_nll_of("teacher_"), "teacher_nll_nats") if has_teacher else None,
-        fidelity,
-        weights,
-    )
+    teacher = None
+    if has_teacher:
+        teacher = summary(ledger.with_nll_of("teacher_"), "teacher_nll_nats")
+    total = summary(ledger, "nll_nats")
+    return Evaluation(workload, ledger, total, by_context, teacher, fidelity, weights)
 
 
-def _coarser(readers: Sequence[Reader]) -> torch.dtype:
-    """The dtype among the models' that rounds most."""
-    return max((reader.dtype for reader in readers), key=lambda dtype: torch.finfo(dtype).eps)
+def _progress(
+    workload: Workload, num_ranks: int, has_noise: bool, running: Perplexity
+) -> Iterator[Progress]:
+    """Where all ranks together stand after each step, known from the plan alone."""
 
+    def by_step(by_batch: Any) -> np.ndarray:
+        return np.add.reduceat(by_batch, range(0, len(by_batch), num_ranks))
 
-def _shared(sample: range, groups: Groups) -> Iterator[int | None]:
-    """The batches of a sample that this rank reads, None for one that counts nothing. All ranks
-    have as many turns, as few as there can be."""
-    for begin in range(0, len(sample), groups.num_batch_ranks):
-        turn = begin + groups.batch_rank
-        yield sample[turn] if turn < len(sample) else None
-
-
-def _teller(
-    workload: Workload,
-    sample: range,
-    groups: Groups,
-    running: Perplexity,
-    on_step: Callable[[Progress], None] | None,
-) -> Callable[[int, int], None]:
-    """What reports the progress of all ranks after a step, from the plan alone.
-
-    Returns:
-        A function of the steps that are done, and of the turns of the noise floor.
-    """
-    plan, size = workload.plan, groups.num_batch_ranks
-    by_batch = [workload.windows.num_scored[numbers].sum() for numbers in plan.batches]
-    num_scored = np.cumsum(by_batch)
-    # two forwards of each position: a batch is read by both models, for the noise twice by one
-    work = np.cumsum([*plan.num_positions, *(plan.num_positions[number] for number in sample)])
-
-    def tell(step: int, turn: int) -> None:
-        if on_step is None:
-            return
-        num_batches = min(step * size, len(plan.batches))
-        share = work[min(num_batches + turn * size, len(work)) - 1] / work[-1]
-        scored = int(num_scored[num_batches - 1])
-        num_steps = plan.num_steps(size)
-        on_step(Progress(step + turn, num_steps, scored, float(share), running.compute))
-
-    return tell
+    plan = workload.plan
+    scored = by_step([workload.windows.num_scored[numbers].sum() for numbers in plan.batches])
+    work = by_step(plan.num_positions)
+    num_steps = len(work)
+    # each step is two forward passes: both models read a batch, for the noise the teacher twice
+    if has_noise:
+        work = np.concatenate([work, by_step(plan.num_positions[::NOISE_EVERY])])
+        scored = np.pad(scored, (0, len(work) - num_steps))
+    done, num_scored = np.cumsum(work), np.cumsum(scored)
+    for step in range(len(work)):
+        share = float(done[step] / done[-1])
+        yield Progress(step + 1, num_steps, int(num_scored[step]), share, running.compute)
 
 
 def _raise_if_not_finite(ledger: Ledger, workload: Workload) -> None:
@@ -213,9 +190,9 @@ def _raise_if_not_finite(ledger: Ledger, workload: Workload) -> None:
     windows = workload.windows
     document, start = int(windows.document[number]), int(windows.start[number])
     row_id = workload.corpus.documents[document].id
-    what = {"nll_nats": "the loss", "teacher_nll_nats": "the teacher's loss"}.get(column, column)
+    name = {"nll_nats": "the loss", "teacher_nll_nats": "the teacher's loss"}.get(column, column)
     raise UserError(
-        f"{what} is {float(ledger.column(column)[number])} in document {document}"
+        f"{name} is {float(ledger.column(column)[number])} in document {document}"
         f"{'' if row_id is None else f' (id {row_id!r})'}, tokens {start} to"
         f" {start + int(windows.num_tokens[number]) - 1}: look for NaN in the checkpoint, or try"
         " dtype=fp32 (fp16 overflows at 65,504)"

@@ -1,45 +1,60 @@
-"""How long a window a model reads, and how many ids it knows, whatever library it is from."""
+"""How long a window a model reads, and how many ids it has, whatever library it is from."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from ppl_eval.data.protocol import RULES
+from ppl_eval.data.protocol import rule_of
 from ppl_eval.decoder import unwrapped
 from ppl_eval.errors import UserError
+from ppl_eval.model.torchtune_decoder import decoder_of
 
 
 def fit_window(
     models: Sequence[nn.Module], protocol: str, max_seq_len: int | None
-) -> tuple[int | None, tuple[str, ...]]:
-    """The window that is read where none is given: the protocol's own, or less if a model reads
-    less.
+) -> tuple[int, tuple[str, ...]]:
+    """Tokens in a window: as given, or the protocol's default, or less if a model reads less.
 
     Args:
-        models: what reads the windows.
-        protocol: its name.
-        max_seq_len: tokens in a window, or None if it is not given.
+        models: the student and, if there is one, its teacher; on any device.
+        protocol: the protocol's name.
+        max_seq_len: tokens in a window, or None if the user does not say.
 
     Returns:
         (tokens in a window, a sentence if the models decided).
+
+    Raises:
+        UserError: no such protocol, or the given window is longer than a model reads.
     """
-    if max_seq_len is not None or protocol not in RULES:
+    limits = [window_limit(model) for model in models]
+    if max_seq_len is not None:
+        for name, limit in zip(("model", "teacher"), limits, strict=False):
+            if limit is not None and max_seq_len > limit:
+                raise UserError(
+                    f"protocol.max_seq_len is {max_seq_len}, but the {name} reads at most {limit}"
+                    f" tokens: set protocol.max_seq_len={limit} or less"
+                )
         return max_seq_len, ()
-    own = RULES[protocol].max_seq_len
-    window = min([own, *(limit for limit in map(window_limit, models) if limit is not None)])
-    if window == own:
-        return own, ()
+    default = rule_of(protocol).max_seq_len
+    window = min([default, *(limit for limit in limits if limit is not None)])
+    if window == default:
+        return window, ()
     return window, (
         f"protocol.max_seq_len is not given: windows have {window:,} tokens, all that the model"
-        f" reads ({protocol} would take {own:,})",
+        f" reads ({protocol} would take {default:,})",
     )
 
 
 def window_limit(model: nn.Module) -> int | None:
-    """Most tokens that a model reads at once, by torchtune's ``max_seq_len`` or transformers'
-    configuration; None if it does not say. In a module of one's own the model inside says it."""
+    """Most tokens that a model reads at once; None if no module inside it says so.
+
+    A module without an adapter is asked as transformers' models can be.
+    """
     for inner in unwrapped(model).modules():
+        decoder = decoder_of(inner)
+        if decoder is not None:
+            return decoder.max_seq_len
         config: Any = getattr(inner, "config", None)
         is_of_transformers = hasattr(config, "get_text_config")
         text = config.get_text_config() if is_of_transformers else config
@@ -56,24 +71,13 @@ def window_limit(model: nn.Module) -> int | None:
     return None
 
 
-def check_window(model: nn.Module, max_seq_len: int) -> None:
-    """Refuse windows that are longer than the model allows.
-
-    Raises:
-        UserError: naming both lengths.
-    """
-    limit = window_limit(model)
-    if limit is not None and max_seq_len > limit:
-        raise UserError(
-            f"protocol.max_seq_len is {max_seq_len}, but the model reads at most {limit} tokens:"
-            f" set protocol.max_seq_len={limit} or less"
-        )
-
-
 def vocab_size_of(model: nn.Module) -> int | None:
     """Rows of the embedding of torchtune's or transformers' model, or None for other modules."""
+    decoder = decoder_of(model)
+    if decoder is not None:
+        return decoder.num_ids
     inner = unwrapped(model)
-    embedding = getattr(inner, "tok_embeddings", None)
+    embedding = getattr(inner, "tok_embeddings", None)  # torchtune's models of text and images
     if embedding is None and hasattr(getattr(inner, "config", None), "get_text_config"):
         embedding = inner.get_input_embeddings()
     return getattr(embedding, "num_embeddings", None)

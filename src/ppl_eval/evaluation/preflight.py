@@ -1,7 +1,7 @@
-"""All of a run that needs no weights: what the recipe does first and `ppl-eval check` alone."""
+"""Everything that a run can check without weights: `ppl-eval check` stops after it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,10 @@ from ppl_eval.data.corpus import build_dataset
 from ppl_eval.data.documents import labels
 from ppl_eval.data.documents import notes as notes_of
 from ppl_eval.data.plan import batch_budget, largest_budget_for
-from ppl_eval.data.protocol import Protocol, make_protocol
+from ppl_eval.data.protocol import make_protocol
 from ppl_eval.data.tokenizer import TextTokenizer, fingerprint_of
-from ppl_eval.evaluation.model_limits import check_window, fit_window
-from ppl_eval.evaluation.teacher import (
-    check_tokenizer,
-    of_the_teacher,
-    teacher_degrees,
-)
+from ppl_eval.evaluation.model_limits import fit_window
+from ppl_eval.evaluation.teacher import check_tokenizer, of_the_teacher, teacher_degrees
 from ppl_eval.evaluation.workload import Workload, prepare_workload
 from ppl_eval.model.prepare import PreparedModel, num_ids, prepare_model
 from ppl_eval.parallel import process_group
@@ -29,15 +25,15 @@ from ppl_eval.plural import counted
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is ready before any weight is read; the same on every rank.
+    """What is known before any weight is read; the same on every rank.
 
     Attributes:
         student: the model that is measured.
         teacher: the model that reads the same windows, if there is one.
-        tokenizer: the text's.
+        tokenizer: the student's, and the teacher's too.
         workload: documents, windows and plan.
-        warnings: what a user should hear before the run, one sentence each.
-        notes: what is good to know, one sentence each.
+        warnings: to print before the run, one sentence each.
+        notes: what was decided for the user, one sentence each.
     """
 
     student: PreparedModel
@@ -56,11 +52,11 @@ def prepare(
     num_ranks: int = 1,
     on_encode: Callable[[int, int], None] | None = None,
 ) -> Preflight:
-    """Check everything that can be checked without reading a weight.
+    """Check everything that can be checked without reading a weight. Every rank calls it.
 
     Args:
         cfg: the checked config; ``max_tokens_per_batch``, if null, is filled in.
-        dtype: of the model's parameters.
+        dtype: the dtype of the student's parameters.
         group: ranks that share the work of tokenising, or None for this process alone.
         num_ranks: data-parallel ranks that will share the batches.
         on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
@@ -80,30 +76,19 @@ def prepare(
         merge=cfg.adapter.merge,
     )
     teacher = _teacher(cfg, dtype) if cfg.has_teacher else None
-    models = [ready.model for ready in (student, teacher) if ready is not None]
+    models = [prepared.model for prepared in (student, teacher) if prepared is not None]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
     window, notes = fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
-    protocol = make_protocol(
-        tokenizer,
-        cfg.protocol.name,
-        max_seq_len=window,
-        stride=cfg.protocol.stride,
-        add_bos=cfg.protocol.add_bos,
-        add_eos=cfg.protocol.add_eos,
-        separator=cfg.protocol.separator,
-    )
-    check_window(student.model, protocol.max_seq_len)
+    options = {**asdict(cfg.protocol), "max_seq_len": window}
+    protocol = make_protocol(tokenizer, **options)
     notes, warnings = student.notes + notes, student.warnings
     if teacher is not None:
-        with of_the_teacher():
-            check_window(teacher.model, protocol.max_seq_len)
         notes += tuple(f"the teacher: {note}" for note in teacher.notes)
         warnings += tuple(f"the teacher: {warning}" for warning in teacher.warnings)
         notes += tuple(check_tokenizer(cfg, tokenizer, *map(num_ids, models)))
     budget = batch_budget(cfg.max_tokens_per_batch, process_group.device_type(cfg.device))
     cfg.max_tokens_per_batch = budget
     documents = build_dataset(cfg.dataset, "dataset", tokenizer)
-    notes += notes_of(documents)
     workload = prepare_workload(
         tokenizer,
         documents,
@@ -120,57 +105,47 @@ def prepare(
     check_known(cfg.fail_if, left_out, cfg.protocol.name)
     warnings = (
         *warnings,
-        *_bos_warnings(student.checkpoint.config.family, protocol),
-        *_loss_warnings(workload),
-        *_cut_warnings(workload, getattr(tokenizer, "max_seq_len", None)),
+        *_text_warnings(workload, student.checkpoint.config.family, tokenizer),
         *_idle_warnings(workload, num_ranks, budget),
     )
-    return Preflight(student, teacher, tokenizer, workload, warnings, notes)
+    return Preflight(student, teacher, tokenizer, workload, warnings, notes + notes_of(documents))
 
 
 def _teacher(cfg: EvalConfig, dtype: torch.dtype) -> PreparedModel:
     tp, cp = teacher_degrees(cfg)
-    own = dtype if cfg.teacher_dtype is None else process_group.DTYPES[cfg.teacher_dtype]
+    if cfg.teacher_dtype is not None:
+        dtype = process_group.DTYPES[cfg.teacher_dtype]
+    model, checkpointer = cfg.teacher_model, cfg.teacher_checkpointer
     with of_the_teacher():
         return prepare_model(
-            cfg.teacher_model,
-            cfg.teacher_checkpointer,
-            own,
-            tp=tp,
-            cp=cp,
-            parallel_key="teacher_parallel",
+            model, checkpointer, dtype, tp=tp, cp=cp, parallel_key="teacher_parallel"
         )
 
 
-def _bos_warnings(family: str | None, protocol: Protocol) -> Iterator[str]:
-    if family in ("gemma", "gemma2") and protocol.bos_id is None:
+def _text_warnings(
+    workload: Workload, family: str | None, tokenizer: TextTokenizer
+) -> Iterator[str]:
+    """What makes the number wrong or hard to compare: a missing BOS, lost bytes, cut samples."""
+    corpus = workload.corpus
+    if family in ("gemma", "gemma2") and workload.protocol.bos_id is None:
         yield (
             f"{family} needs a BOS before every window, and this run gives none: its loss will be"
             " far too high; set protocol.add_bos=true"
         )
-
-
-def _loss_warnings(workload: Workload) -> Iterator[str]:
-    lost = int(workload.corpus.lost_bytes.sum())
+    lost = int(corpus.lost_bytes.sum())
     if lost:
         yield (
-            f"the tokenizer has no token for {lost:,} of"
-            f" {counted(workload.corpus.num_bytes.sum(), 'byte')} of the texts: they cost nothing,"
-            " or an unknown token; do not compare bits per byte"
+            f"the tokenizer has no token for {lost:,} of {counted(corpus.num_bytes.sum(), 'byte')}"
+            " of the texts: they cost nothing, or an unknown token; do not compare bits per byte"
         )
-
-
-def _cut_warnings(workload: Workload, limit: int | None) -> Iterator[str]:
-    """torchtune's data sets cut samples at the tokenizer's max_seq_len, and do not say so."""
-    if limit is None or not workload.corpus.as_tokens:
-        return
-    num_tokens = workload.corpus.num_tokens
-    cut = int((num_tokens >= limit - 1).sum())
-    if cut:
+    # torchtune's data sets cut samples at the tokenizer's max_seq_len, and do not say so
+    limit = getattr(tokenizer, "max_seq_len", None)
+    cut = 0 if limit is None else int((corpus.num_tokens >= limit - 1).sum())
+    if cut and corpus.as_tokens:
         yield (
-            f"{cut:,} of {counted(len(num_tokens), 'sample')} {'is' if cut == 1 else 'are'} as long"
-            f" as tokenizer.max_seq_len={limit} allows: the data set cuts there, and what it cut is"
-            " not counted; set it to null"
+            f"{cut:,} of {counted(len(corpus.num_tokens), 'sample')} {'is' if cut == 1 else 'are'}"
+            f" as long as tokenizer.max_seq_len={limit} allows: the data set cuts there, and what"
+            " it cut is not counted; set it to null"
         )
 
 
@@ -192,7 +167,7 @@ def _idle_warnings(workload: Workload, num_ranks: int, budget: int) -> Iterator[
 
 
 def fingerprints(ready: Preflight) -> dict[str, str]:
-    """What the number depends on, in short hashes."""
+    """Short hashes of everything that the number depends on."""
     teacher = {} if ready.teacher is None else {"teacher": ready.teacher.fingerprint()}
     return {
         "data": ready.workload.corpus.fingerprint,

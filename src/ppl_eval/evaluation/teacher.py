@@ -1,4 +1,4 @@
-"""A teacher: what it must share with its student, and how both are laid out and loaded."""
+"""A teacher: what it must share with its student, and its place on the ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from ppl_eval.score.reader import Reader
 
 @contextmanager
 def of_the_teacher() -> Iterator[None]:
-    """A sentence that a model's checks raise says that it is about the teacher."""
+    """An error raised within it says that it is about the teacher."""
     try:
         yield
     except UserError as error:
@@ -28,26 +28,29 @@ def of_the_teacher() -> Iterator[None]:
 
 
 def teacher_dims(cfg: EvalConfig, dims: ParallelDims) -> ParallelDims:
-    """The teacher's degrees: the student's, but for what ``teacher_parallel`` says.
+    """The teacher's parallel degrees: the student's, except where ``teacher_parallel`` says other.
 
     Raises:
-        UserError: tp * cp is another than the student's, so that they would not read the same
-            batches.
+        UserError: see :func:`teacher_degrees`.
     """
     tp, cp = teacher_degrees(cfg)
     return replace(dims, tp=tp, cp=cp)
 
 
 def teacher_degrees(cfg: EvalConfig) -> tuple[int, int]:
-    """tp and cp of the teacher; see :func:`teacher_dims`."""
-    own, asked = cfg.parallel, cfg.teacher_parallel
-    tp = own.tp if asked.tp is None else asked.tp
-    cp = own.cp if asked.cp is None else asked.cp
-    if tp * cp != own.tp * own.cp:
+    """tp and cp of the teacher.
+
+    Raises:
+        UserError: tp * cp differs from the student's, so the models would read different batches.
+    """
+    student, teacher = cfg.parallel, cfg.teacher_parallel
+    tp = student.tp if teacher.tp is None else teacher.tp
+    cp = student.cp if teacher.cp is None else teacher.cp
+    if tp * cp != student.tp * student.cp:
         raise UserError(
-            f"teacher_parallel has tp({tp}) * cp({cp}) = {tp * cp} and parallel has tp({own.tp}) *"
-            f" cp({own.cp}) = {own.tp * own.cp}, but both models read the same batches on the same"
-            " processes: make the products equal"
+            f"teacher_parallel has tp({tp}) * cp({cp}) = {tp * cp} and parallel has"
+            f" tp({student.tp}) * cp({student.cp}) = {student.tp * student.cp}, but both models"
+            " read the same batches on the same processes: make the products equal"
         )
     return tp, cp
 
@@ -55,31 +58,34 @@ def teacher_degrees(cfg: EvalConfig) -> tuple[int, int]:
 def check_tokenizer(
     cfg: EvalConfig, tokenizer: TextTokenizer, num_ids: int, teacher_num_ids: int
 ) -> Iterator[str]:
-    """Refuse a teacher with another tokenizer; say so where one has more rows, or no tokenizer.
+    """Refuse a teacher with another tokenizer.
 
     Args:
         cfg: names both checkpoints.
-        tokenizer: the text's.
+        tokenizer: the student's.
         num_ids: rows of the student's head.
         teacher_num_ids: rows of the teacher's head.
+
+    Yields:
+        A sentence for everything that could not be compared, and for heads of different sizes.
 
     Raises:
         UserError: the tokenizers differ.
     """
-    moved, node = _teachers_section(cfg)
-    if node is None:
+    files, section = _teachers_tokenizer(cfg)
+    if section is None:
         yield (
             f"{cfg.teacher_checkpointer.get('checkpoint_dir', 'the teacher')} has no tokenizer"
             " files that are known: the teacher is taken to have the student's tokenizer"
         )
     else:
-        other = components.build(node, "tokenizer")
-        found = tokenizers.difference(tokenizer, other)
+        found = tokenizers.difference(tokenizer, components.build(section, "tokenizer"))
         if found is None and not isinstance(tokenizer, HFTokenizer):
-            found = next((f"{own} and {its}" for own, its in moved if not _same(own, its)), None)
-            if not moved:
+            differing = (pair for pair in files if not _same_content(*pair))
+            found = next((f"{student} and {teacher}" for student, teacher in differing), None)
+            if not files:
                 yield (
-                    "the tokenizers of student and teacher are of different kinds of files, and"
+                    "the tokenizers of student and teacher come from different kinds of files, and"
                     " were compared on a short text only"
                 )
         if found is not None:
@@ -95,50 +101,51 @@ def check_tokenizer(
         )
 
 
-def _teachers_section(
+def _teachers_tokenizer(
     cfg: EvalConfig,
 ) -> tuple[list[tuple[Path, Path]], dict[str, Any] | None]:
-    """(the student's tokenizer files and the teacher's of the same names, the section of the
-    teacher's tokenizer).
+    """Find the teacher's tokenizer: the student's section with the teacher's files of the same
+    names, else what the teacher's folder says.
 
-    It is the student's section on the teacher's files if they are there, else what the teacher's
-    folder says; None if it says nothing.
+    Returns:
+        (the student's and the teacher's files of the same names, the section of the teacher's
+        tokenizer or None if its folder has none).
     """
     if cfg.teacher_checkpointer.get("checkpoint_dir") is None:
         return [], None
-    folder = Path(cfg.teacher_checkpointer["checkpoint_dir"])
-    student = Path(cfg.checkpointer.get("checkpoint_dir") or "").resolve()
-    node, moved = dict(cfg.tokenizer), []
+    teacher_folder = Path(cfg.teacher_checkpointer["checkpoint_dir"])
+    student_folder = Path(cfg.checkpointer.get("checkpoint_dir") or "").resolve()
+    section, files = dict(cfg.tokenizer), []
     for key, value in cfg.tokenizer.items():
         if key == "_component_" or not isinstance(value, str) or not Path(value).exists():
             continue
-        own = Path(value).resolve()
-        if own.is_relative_to(student):
-            node[key] = str(folder / own.relative_to(student))
-            moved.append((Path(value), Path(node[key])))
-    if moved and all(_is_there(own, its) for own, its in moved):
-        return moved, node
+        path = Path(value).resolve()
+        if path.is_relative_to(student_folder):
+            section[key] = str(teacher_folder / path.relative_to(student_folder))
+            files.append((Path(value), Path(section[key])))
+    if files and all(_has_counterpart(*pair) for pair in files):
+        return files, section
     try:
-        return [], tokenizer_section(folder, config_of(cfg.teacher_checkpointer))
+        return [], tokenizer_section(teacher_folder, config_of(cfg.teacher_checkpointer))
     except UserError:
         return [], None
 
 
-def _is_there(own: Path, its: Path) -> bool:
-    """Whether the teacher has the file, or the folder with the file that is read of one."""
-    return its.is_file() if own.is_file() else (its / "tokenizer.json").is_file()
+def _has_counterpart(student: Path, teacher: Path) -> bool:
+    """Whether the teacher has the student's file, or a folder with a tokenizer in its place."""
+    return teacher.is_file() if student.is_file() else (teacher / "tokenizer.json").is_file()
 
 
-def _same(own: Path, its: Path) -> bool:
-    return own.is_dir() or own.read_bytes() == its.read_bytes()
+def _same_content(student: Path, teacher: Path) -> bool:
+    return student.is_dir() or student.read_bytes() == teacher.read_bytes()
 
 
 def check_same_batches(student: Reader, teacher: Reader) -> None:
     """Refuse a teacher whose ranks do not read the student's batches.
 
     Raises:
-        UserError: ranks that share the teacher's matrices or windows read different batches, or the
-            teacher shares them among more or fewer ranks than the student.
+        UserError: ranks that share the teacher's matrices or windows read different batches, or
+            tp * cp differs between teacher and student.
     """
     shared = [*tp_groups(teacher.model), teacher.groups.cp]
     batch_ranks = ranks_of(student.groups.batch)

@@ -28,7 +28,7 @@ class Workload:
     plan: Plan
 
     def batch(self, number: int | None) -> Batch:
-        """The tensors of one batch of the plan; of one that counts nothing for None."""
+        """The tensors of one batch of the plan; None gives a batch that counts nothing."""
         return collate(number, self.plan, self.windows, self.corpus, self.protocol)
 
 
@@ -43,21 +43,21 @@ def prepare_workload(
     group: dist.ProcessGroup | None = None,
     on_encode: Callable[[int, int], None] | None = None,
 ) -> Workload:
-    """Read, tokenise, cut into windows and plan.
+    """Read, tokenise, cut into windows and plan. Every rank of ``group`` calls it.
 
     Args:
         tokenizer: the model's.
-        documents: texts, mappings with ``text``, ``Document`` objects, or a ``text_corpus``; the
-            same on every rank.
+        documents: see :func:`ppl_eval.data.documents.as_documents`; the same on every rank.
         protocol: makes the windows.
-        max_tokens_per_batch: input positions of a batch at most, padding included.
+        max_tokens_per_batch: most input positions of a batch, padding included.
         max_documents: take the first N documents.
         vocab_size: rows of the model's embedding; an id outside is an error.
-        group: ranks that share the work of tokenising, or None for this rank alone.
+        group: ranks that share the work of tokenising; None for this rank alone.
         on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
 
     Raises:
-        UserError: a bad row, an empty corpus, or one in which no token has any context.
+        UserError: a bad row, an empty corpus, a token id that the model does not have, or a corpus
+            in which no token has any context.
     """
     rows = as_documents(documents, max_documents)
     if come_as_tokens(rows):
@@ -70,23 +70,21 @@ def prepare_workload(
             )
     rows = protocol.joined(rows)
     if vocab_size is not None:
-        check_ids([protocol.bos_id], vocab_size, "the tokenizer's BOS")
+        check_ids([protocol.bos_id, protocol.opening_id], vocab_size, "the tokenizer's BOS")
         check_ids([protocol.eos_id], vocab_size, "the tokenizer's EOS")
     corpus = encode_corpus(
         rows, tokenizer, protocol, vocab_size=vocab_size, group=group, on_encode=on_encode
     )
     windows = protocol.windows(corpus.num_tokens)
     if len(windows) == 0:
+        if windows.truncated.any():
+            why = "no document has enough for a window: take a smaller protocol.max_seq_len"
+        else:
+            why = "no token has another before it in its window: give longer documents or add a BOS"
         raise UserError(
             f"0 scored tokens: the {counted(len(rows), 'document')}"
             f" {'has' if len(rows) == 1 else 'have'} {counted(corpus.num_tokens.sum(), 'token')},"
-            f" but {_why_nothing(windows)}"
+            f" but {why}"
         )
     plan = make_plan(windows, max_tokens_per_batch=max_tokens_per_batch)
     return Workload(corpus, protocol, windows, plan)
-
-
-def _why_nothing(windows: Windows) -> str:
-    if windows.truncated.any():
-        return "no document has enough for a window: take a smaller protocol.max_seq_len"
-    return "no token has another before it in its window: give longer documents or add a BOS"

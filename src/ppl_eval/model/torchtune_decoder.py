@@ -107,6 +107,11 @@ class TorchtuneDecoder:
         return self.embedding.num_embeddings
 
     @property
+    def max_seq_len(self) -> int:
+        """Most tokens that the model reads at once."""
+        return self.model.max_seq_len
+
+    @property
     def num_heads(self) -> list[tuple[int, int]]:
         """(query heads, key and value heads) of each layer."""
         attentions = (self._attention(layer) for layer in self.layers)
