@@ -74,7 +74,8 @@ def _signature(path: Any, key: str) -> inspect.Signature | None:
         return None
 
 
-def _parameters(node: Mapping[str, Any], key: str) -> Mapping[str, inspect.Parameter]:
+def parameters(node: Mapping[str, Any], key: str) -> Mapping[str, inspect.Parameter]:
+    """The arguments that the component declares, by name; none for some builtins."""
     declared = _signature(node["_component_"], key)
     return {} if declared is None else declared.parameters
 
@@ -98,23 +99,18 @@ def check(node: Mapping[str, Any], key: str, *, supplied: Sequence[str] = ()) ->
     declared = _signature(node["_component_"], key)
     if declared is None:
         return
-    parameters, arguments = declared.parameters, _arguments(node)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    known, arguments = declared.parameters, _arguments(node)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     for name in arguments:
-        if name not in parameters and not takes_any:
-            hint = did_you_mean(name, parameters, prefix=f"{key}.") or hint_for(name)
+        if name not in known and not takes_any:
+            hint = did_you_mean(name, known, prefix=f"{key}.") or hint_for(name)
             raise UserError(
                 f"unknown config key {key}.{name}: {node['_component_']} has no such argument{hint}"
             )
     try:
-        declared.bind(**{name: None for name in supplied if name in parameters} | arguments)
+        declared.bind(**{name: None for name in supplied if name in known} | arguments)
     except TypeError as error:
         raise UserError(f"config: {key} ({node['_component_']}): {error}") from error
-
-
-def argument_names(node: Mapping[str, Any], key: str) -> list[str]:
-    """Names of the arguments that the component declares; none if it does not declare them."""
-    return list(_parameters(node, key))
 
 
 def missing_arguments(node: Mapping[str, Any], key: str) -> list[str]:
@@ -122,7 +118,7 @@ def missing_arguments(node: Mapping[str, Any], key: str) -> list[str]:
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         name
-        for name, parameter in _parameters(node, key).items()
+        for name, parameter in parameters(node, key).items()
         if parameter.default is parameter.empty and parameter.kind not in open_ended
         if name not in node
     ]
@@ -130,10 +126,10 @@ def missing_arguments(node: Mapping[str, Any], key: str) -> list[str]:
 
 def takes_text(node: Mapping[str, Any], key: str, name: str) -> bool:
     """Whether the component declares an argument as a string, and not as a number as well."""
-    parameters = _parameters(node, key)
-    if name not in parameters:
+    declared = parameters(node, key).get(name)
+    if declared is None:
         return False
-    annotation = parameters[name].annotation
+    annotation = declared.annotation
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     kinds = set(re.findall(r"\w+", text))
     return "str" in kinds and not kinds & {"int", "float", "bool", "Any"}

@@ -43,7 +43,7 @@ def complete(config: EvalConfig) -> None:
 
 def leave_open(node: dict[str, Any], key: str) -> None:
     """Give a torchtune checkpointer null for the arguments that an evaluation does not need."""
-    accepted = components.argument_names(node, key)
+    accepted = components.parameters(node, key)
     for name in _NOT_NEEDED:
         if name in accepted:
             node.setdefault(name, None)
@@ -89,7 +89,7 @@ def _accepted(
     section: dict[str, Any], given: dict[str, Any], key: str, folder: str
 ) -> dict[str, Any]:
     """The arguments from the folder that the named component takes; a model must take all."""
-    component, accepted = given["_component_"], components.argument_names(given, key)
+    component, accepted = given["_component_"], components.parameters(given, key)
     if key == "tokenizer" and str(component).startswith("torchtune."):
         return _tokenizer_files(given, "merges_file" in accepted, folder)
     if key.endswith("model"):

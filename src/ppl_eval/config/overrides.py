@@ -144,7 +144,7 @@ def _name_component(content: dict[str, Any], key: str, component: Any) -> None:
     old = old if isinstance(old, dict) else {}
     if old.get("_component_") not in (None, component):
         keeps_arguments = key.endswith("checkpointer") and isinstance(component, str)
-        kept = components.argument_names({"_component_": component}, key) if keeps_arguments else []
+        kept = components.parameters({"_component_": component}, key) if keeps_arguments else []
         old = {name: value for name, value in old.items() if name in kept}
     content[key] = {**old, "_component_": component}
 
@@ -179,7 +179,7 @@ def _remove(content: dict[str, Any], override: _Override, before: Mapping[str, A
     if key not in known and section in _SECTIONS:
         node = before.get(section) or getattr(EvalConfig(), section)
         if isinstance(node, dict) and "_component_" in node:
-            known += [f"{section}.{name}" for name in components.argument_names(node, section)]
+            known += [f"{section}.{name}" for name in components.parameters(node, section)]
     if key not in known:
         hint = did_you_mean(key, known, prefix="~")
         raise UserError(f"{override.argument}: the config has no such key to remove{hint}")

@@ -120,7 +120,7 @@ def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
     Raises:
         UserError: whatever the component raises.
     """
-    wanted = "tokenizer" in components.argument_names(node, key) and "tokenizer" not in node
+    wanted = "tokenizer" in components.parameters(node, key) and "tokenizer" not in node
     with _quiet_datasets():
         return components.build(node, key, **({"tokenizer": tokenizer} if wanted else {}))
 
