@@ -17,15 +17,7 @@ def collate(
     corpus: EncodedCorpus,
     protocol: Protocol,
 ) -> Batch:
-    """Tensors of one batch of a plan, or of the smallest batch that counts nothing.
-
-    Args:
-        number: which batch; None gives one row of one position with nothing scored.
-        plan: batches of the whole corpus.
-        windows: windows of the whole corpus.
-        corpus: gives the ids.
-        protocol: gives the tokens of a document and what comes before a window.
-    """
+    """Tensors of batch ``number`` of a plan; None gives one position of which nothing is scored."""
     if number is None:
         nothing = torch.empty(0, dtype=torch.int64)
         return Batch(torch.zeros((1, 1), dtype=torch.int64), Tokens(*[nothing] * 7))

@@ -1,9 +1,8 @@
 """Documents -> token ids, counted by all ranks together.
 
-Every rank needs the number of tokens of every document (the plan is made for the whole corpus) but
-the ids of few. So each rank tokenises its share, the counts are added up once, and a rank encodes
-again what it has to score and did not count. A text that all ranks read, such as one into which a
-protocol joins all documents, is tokenised by every rank at once: none waits for another.
+Every rank needs the token count of every document, but the ids of few. So each rank tokenises its
+share, the counts are added up once, and a rank encodes again what it scores and did not count. A
+text that all ranks read, such as one joined from all documents, is tokenised by every rank at once.
 """
 
 import hashlib
@@ -38,13 +37,13 @@ _KEPT_TOKENS = 8_000_000
 
 @dataclass(frozen=True)
 class Encoder:
-    """Token ids of documents, without a special token that the protocol adds.
+    """Token ids of documents, without the special tokens that the protocol adds.
 
     Attributes:
         tokenizer: the same on every rank.
         vocab_size: rows of the model's embedding, or None if they are not known.
-        added: (BOS, EOS) that the protocol puts around a text, None for none: one that is written
-            in the text itself is not taken for a token of it.
+        added: (BOS, EOS) that the protocol puts around a text, None for none. If the text itself
+            begins or ends with one, that one is dropped.
     """
 
     tokenizer: TextTokenizer
@@ -60,7 +59,7 @@ class Encoder:
 
         Args:
             documents: texts, or rows that come as tokens.
-            numbers: their numbers in the corpus, for errors.
+            numbers: the documents' numbers in the corpus, for errors.
 
         Raises:
             UserError: a token id that the model does not have.
@@ -88,13 +87,15 @@ class Encoder:
 class EncodedCorpus:
     """Token counts of all documents, on every rank, and ids on demand.
 
+    Arrays are int64 [documents].
+
     Attributes:
         documents: the texts.
-        num_tokens: text tokens by document, without BOS and EOS (int64 [documents]).
-        num_bytes: UTF-8 bytes by document (int64 [documents]).
-        num_characters: code points by document (int64 [documents]).
-        num_words: words by document, as the protocol counts them (int64 [documents]).
-        lost_bytes: UTF-8 bytes by document that no token stands for (int64 [documents]).
+        num_tokens: text tokens, without BOS and EOS.
+        num_bytes: UTF-8 bytes.
+        num_characters: code points.
+        num_words: words, as the protocol counts them.
+        lost_bytes: UTF-8 bytes that no token stands for.
         as_tokens: whether the documents came tokenised.
         fingerprint: hash of the texts in their order.
     """
@@ -140,9 +141,8 @@ class EncodedCorpus:
         """Within it a rank whose text cannot be read again goes on, and at the end all ranks raise.
 
         For steps with collectives, where the other ranks would wait for a rank that stops. Until
-        the end :meth:`fetch` gives that rank zeros for ids, as many as the documents have, so that
-        every step has the shapes of the plan. The end costs one reduction of a number. Every rank
-        that shared the tokenising enters and leaves.
+        the end :meth:`fetch` gives that rank zeros for ids, so that every step has the shapes of
+        the plan. Every rank that shared the tokenising enters and leaves; leaving reduces a number.
 
         Raises:
             UserError: the text has another number of tokens on a rank than where it was counted.
@@ -193,7 +193,7 @@ def encode_corpus(
         documents: the same on every rank; joined, if the protocol joins them. Streams that were
             joined, and documents that are fewer than the ranks, are tokenised by every rank.
         tokenizer: the same on every rank.
-        protocol: says which special tokens are its own, and how words are counted.
+        protocol: decides which special tokens are added, and how words are counted.
         vocab_size: rows of the model's embedding; an id outside is an error.
         group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
             counts everything.
@@ -226,11 +226,9 @@ def encode_corpus(
                 on_encode(len(ids), sum(map(len, runs)))
     if failure.error is not None:
         counts[0, 0] = _FAILED
-    least = most = counts
     if is_shared:
         reduce_(torch.from_numpy(counts), group)
-    elif group is not None:
-        least, most = _extremes(counts, group)
+    least, most = (counts, counts) if is_shared else _extremes(counts, group)
     if most[0, 0] >= _FAILED:
         failure.raise_on_all(group)
     if (least != most).any():
@@ -238,15 +236,12 @@ def encode_corpus(
             f"document {int((least != most).any(axis=0).argmax())} is not the same on all ranks:"
             " do all nodes read the same files?"
         )
+    *measures, hashes = counts
     return EncodedCorpus(
-        documents=documents,
-        num_tokens=counts[0],
-        num_bytes=counts[1],
-        num_characters=counts[2],
-        num_words=counts[3],
-        lost_bytes=counts[4],
+        documents,
+        *measures,
         as_tokens=come_as_tokens(documents),
-        fingerprint=fingerprint.of_arrays(counts[5]),
+        fingerprint=fingerprint.of_arrays(hashes),
         _encoder=encoder,
         _group=group,
         _ids=ids,
@@ -255,7 +250,7 @@ def encode_corpus(
 
 
 def _runs(num_documents: int, rank: int, size: int) -> list[range]:
-    """Numbers of the documents that a rank tokenises, as many on each rank as can be."""
+    """Numbers of the documents that a rank tokenises; the ranks' shares are nearly equal."""
     length = max(1, min(_SHARE, num_documents // size))
     return [
         range(start, min(start + length, num_documents))
@@ -294,13 +289,8 @@ def _extremes(values: np.ndarray, group: dist.ProcessGroup | None) -> tuple[np.n
 
 
 def check_ids(ids: Iterable[int | None], vocab_size: int, where: str) -> None:
-    """Refuse ids that the model's embedding does not have.
-
-    Args:
-        ids: token ids; None is no id.
-        vocab_size: rows of the embedding.
-        where: what has the ids, for the error.
-    """
+    """Refuse ids that the model's embedding does not have. None is no id; ``where`` names the
+    ids' owner in the error."""
     for index in ids:
         if index is not None and not 0 <= index < vocab_size:
             raise UserError(

@@ -24,14 +24,13 @@ class Rule:
     """What is particular to a protocol.
 
     Attributes:
-        windows: makes windows of the number of tokens of each document (int64 [documents]).
-        max_seq_len: tokens of a window, where the config says null.
-        separator: joins all texts into one stream, where the config says null; None keeps documents
-            apart.
+        windows: (tokens by document (int64 [documents]), the protocol) -> windows.
+        max_seq_len: default tokens in a window.
+        separator: default text between texts that are joined; None keeps documents apart.
         strides: whether the protocol has a ``stride``.
-        opens_with_bos: a wanted BOS is a token of the document, scored once, not a lead of windows.
-        count_words: how many words a text has.
-        quirks: what a reader has to know of the number, in sentences.
+        opens_with_bos: a wanted BOS is a scored token of the document, not a lead of its windows.
+        count_words: counts the words of a text.
+        quirks: what a reader of the results must know, one sentence each.
     """
 
     windows: Callable[[np.ndarray, "Protocol"], Windows]
@@ -174,16 +173,14 @@ class Protocol:
 
     @property
     def added(self) -> tuple[int | None, int | None]:
-        """(BOS, EOS) that stand once around a text, also where the text has them itself. The prefix
-        of ``lm_eval_rolling`` is no such BOS."""
+        """(BOS, EOS) that stand once around a text, even if the text has them itself. The prefix
+        token of ``lm_eval_rolling`` is not one of them."""
         return (self.opening_id if self.rule.opens_with_bos else self.bos_id), self.eos_id
 
     def windows(self, num_text_tokens: np.ndarray) -> Windows:
-        """Windows of all documents.
+        """Windows of all documents, given their text tokens (int64 [documents]).
 
-        Args:
-            num_text_tokens: text tokens by document (int64 [documents]). A document without any has
-                no windows, EOS or not, unless it has an opening BOS that is scored.
+        A document without any has no windows, unless it has an opening BOS that is scored.
         """
         return self.rule.windows(self.num_tokens(num_text_tokens), self)
 
@@ -213,7 +210,7 @@ class Protocol:
         ]
 
     def for_tokens(self) -> "Protocol":
-        """The same for rows that come as tokens: their special tokens are their own.
+        """The same for rows that come as tokens, to which no special token is added.
 
         Raises:
             UserError: a protocol that joins texts or puts something before them.

@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer folder behind torchtune's tokenizer interface.
 
 torchtune 0.6.1's HuggingFaceBaseTokenizer fails on a tokenizer without BOS, has no pad_id and no
-max_seq_len, and always adds BOS and EOS unless told otherwise. This one reads what the folder says.
+max_seq_len, and adds what the file's template says even when told not to.
 """
 
 import json
@@ -17,7 +17,7 @@ from ppl_eval.files import read_json, refuse_lfs_pointer
 
 
 class TextTokenizer(Protocol):
-    """What evaluation needs of a tokenizer; torchtune's own and :class:`HFTokenizer` have it."""
+    """What evaluation needs; torchtune's tokenizers and :class:`HFTokenizer` have it."""
 
     bos_id: int | None
     eos_id: int | None
@@ -113,12 +113,8 @@ class HFTokenizer:
     ) -> list[int]:
         """Token ids of ``text``, with BOS before and EOS after if asked and if they exist.
 
-        Args:
-            text: any string.
-            add_bos: prepend BOS.
-            add_eos: append EOS.
-            trim_leading_whitespace: ``text`` goes on where another ended, so a tokenizer that puts
-                a blank before the first word must not do it here.
+        ``trim_leading_whitespace`` says that ``text`` continues another, so a tokenizer that puts a
+        blank before the first word must not do it here.
         """
         ids = self._plain(text)
         if trim_leading_whitespace:
@@ -137,7 +133,7 @@ class HFTokenizer:
         return {index: token for token, index in vocabulary.items()}
 
     def cuts(self) -> str:
-        """What decides where a text is cut, as JSON."""
+        """The sections of tokenizer.json that decide where a text is cut, as JSON."""
         content = json.loads(self._tokenizer.to_str())
         return json.dumps([content.get(k) for k in ("model", "normalizer", "pre_tokenizer")])
 
@@ -179,11 +175,8 @@ class HFTokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Tokens and mask (True: not trained on) of a conversation, joined as torchtune joins it.
 
-        No chat template is applied.
-
-        Args:
-            messages: torchtune ``Message`` objects.
-            add_end_tokens: put EOS after each answer of the assistant.
+        No chat template is applied. ``messages`` are torchtune's ``Message`` objects;
+        ``add_end_tokens`` puts EOS after each answer of the assistant.
         """
         from torchtune.modules.transforms.tokenizers import tokenize_messages_no_special_tokens
 
@@ -209,11 +202,8 @@ def hf_tokenizer(
 
 
 def wants_bos(tokenizer: TextTokenizer) -> bool:
-    """Whether a text of this tokenizer begins with BOS when nobody says otherwise.
-
-    For a tokenizer that does not say (``adds_bos``), such as torchtune's own: whether it puts one
-    before the empty string.
-    """
+    """Whether ``add_bos=auto`` puts a BOS before a text: as ``tokenizer.adds_bos`` says, else if
+    the tokenizer puts one before the empty string."""
     adds_bos = getattr(tokenizer, "adds_bos", None)
     if adds_bos is not None:
         return adds_bos
@@ -221,10 +211,8 @@ def wants_bos(tokenizer: TextTokenizer) -> bool:
 
 
 def fingerprint_of(tokenizer: TextTokenizer) -> str:
-    """Hash that tells tokenizers apart: exact for :class:`HFTokenizer`.
-
-    For others, hash of the ids of a probe: all of ASCII and characters of several scripts.
-    """
+    """Hash that tells tokenizers apart: exact for :class:`HFTokenizer`; for others the hash of the
+    ids of a probe text."""
     known = getattr(tokenizer, "fingerprint", None)
     if isinstance(known, str):
         return known
@@ -258,13 +246,12 @@ _PROBE = (
 
 
 def text_encoder(tokenizer: TextTokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
-    """What encodes many texts and adds no special token, whatever ``tokenizer`` adds.
+    """A function that encodes many texts and adds no special token, whatever ``tokenizer`` adds.
 
-    torchtune's HuggingFaceBaseTokenizer adds what its file's template says even when told not to;
-    that is found out on two short texts and taken off again.
+    What torchtune's HuggingFaceBaseTokenizer adds is found on two short texts and removed.
 
     Raises:
-        UserError: ``tokenizer`` adds what cannot be told apart.
+        UserError: the added tokens cannot be told from the text's.
     """
     encode_batch = getattr(tokenizer, "encode_batch", None)
     if encode_batch is not None:
@@ -313,9 +300,7 @@ def _what_it_loses(tokenizer: Tokenizer) -> tuple[bool, int | None]:
     """(whether characters can be lost, id of the unknown token if there is one)."""
     content = json.loads(tokenizer.to_str())
     model = content["model"]
-    has_bytes = "ByteLevel" in json.dumps(
-        content.get("pre_tokenizer")
-    ) or "ByteLevel" in json.dumps(content.get("normalizer"))
+    has_bytes = "ByteLevel" in json.dumps([content.get(k) for k in ("pre_tokenizer", "normalizer")])
     unknown = model.get("unk_token")
     unknown_id = model.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown)
     return not (has_bytes or model.get("byte_fallback")), unknown_id

@@ -14,10 +14,10 @@ class SharedFailure:
     """Holds back what this rank alone would raise, until all ranks can raise it.
 
     Work that may fail on one rank stands in ``with failure:``. An exception ends the block and is
-    kept, not lost: one of the methods must follow, on every rank.
+    kept: every rank must then call one of the methods.
 
     Attributes:
-        error: the exception of this rank, or None.
+        error: this rank's exception, or None.
     """
 
     error: Exception | None = None
@@ -37,17 +37,14 @@ class SharedFailure:
         return False
 
     def raise_if_any(self, group: dist.ProcessGroup | None) -> None:
-        """Raise on every rank if one of them has failed: one reduction of a number.
-
-        Args:
-            group: all ranks that call this; None for this rank alone.
-        """
+        """Raise on every rank if one of them has failed. Reduces one number; ``group`` is all
+        ranks that call this, None for this rank alone."""
         num_failed = reduce_(torch.tensor([int(self.error is not None)]), group)
         if num_failed:
             self.raise_on_all(group)
 
     def raise_on_all(self, group: dist.ProcessGroup | None) -> None:
-        """Raise what the first rank with a failure found; every rank knows that there is one.
+        """Raise the error of the first rank that failed; all ranks know that one has.
 
         Args:
             group: all ranks that call this; None for this rank alone.
@@ -56,24 +53,20 @@ class SharedFailure:
             UserError: the same sentence on every rank.
             RuntimeError: another exception, named with its rank; the cause has its traceback.
         """
+        error = self.error
         if group is None:
-            assert self.error is not None
-            raise self.error
-        own = None
-        if self.error is not None:
-            lines = "".join(traceback.format_exception(self.error))
-            own = (
-                isinstance(self.error, UserError),
-                type(self.error).__name__,
-                str(self.error),
-                lines,
-            )
+            assert error is not None
+            raise error
+        mine = None
+        if error is not None:
+            lines = "".join(traceback.format_exception(error))
+            mine = isinstance(error, UserError), type(error).__name__, str(error), lines
         found: list[tuple[bool, str, str, str] | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, own, group=group)
-        rank, (is_users, kind, sentence, lines) = next(
+        dist.all_gather_object(found, mine, group=group)
+        rank, (is_user_error, kind, sentence, lines) = next(
             (rank, each) for rank, each in enumerate(found) if each is not None
         )
-        if is_users:
-            raise UserError(sentence) from self.error
-        cause = self.error or RuntimeError(f"as rank {rank} has it:\n{lines}")
+        if is_user_error:
+            raise UserError(sentence) from error
+        cause = error or RuntimeError(f"as rank {rank} has it:\n{lines}")
         raise RuntimeError(f"rank {rank} failed with {kind}: {sentence}") from cause
