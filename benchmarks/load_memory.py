@@ -1,11 +1,11 @@
-"""Memory and disk reads of loading a checkpoint, ours beside torchtune's own loader.
+"""Memory and disk reads of loading a checkpoint, by ppl_eval and by torchtune's own loader.
 
     python benchmarks/load_memory.py CHECKPOINT_DIR [--ranks 1 2 4]
 
-For each number of ranks it starts fresh processes that load the folder (through auto_ppl_eval's
-sections, fp32) from a cold page cache, and prints a Markdown table: the largest rank's peak of
-anonymous memory above what it had before loading (RssAnon, sampled every 2 ms), its shards, and the
-bytes that all ranks together read from disk over the size of the files.
+For each number of ranks and each loader, fresh processes load the folder from a cold page cache
+(through auto_ppl_eval's sections, in fp32). The program prints a Markdown table. "peak above base"
+is the anonymous memory of the largest rank (RssAnon, sampled every 2 ms), less what it had before
+loading. "disk" is the bytes that all ranks read, divided by the size of the files.
 """
 
 import argparse
@@ -58,12 +58,16 @@ def drop_from_cache(file: Path) -> None:
 
 
 def run(folder: str, loader: str, ranks: int) -> list[dict[str, Any]]:
-    """What each rank measured."""
+    """The measurements of each rank."""
     return on_ranks(ranks, rank_main, ranks, folder, loader)
 
 
 def on_ranks(ranks: int, target: Callable[..., None], *args: Any) -> list[dict[str, Any]]:
-    """Run ``target(rank, *args, scratch)`` in fresh processes; each writes ``RANK.json`` there."""
+    """Run ``target(rank, *args, scratch)`` in fresh processes; each writes scratch/RANK.json.
+
+    Returns:
+        The contents of these files, by rank.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
@@ -79,7 +83,7 @@ def on_ranks(ranks: int, target: Callable[..., None], *args: Any) -> list[dict[s
 
 
 def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str) -> None:
-    """One rank: build, shard, and measure the loading alone."""
+    """One rank: build and shard the model, then measure only the loading."""
     import torch
     import torch.distributed as dist
 
@@ -129,7 +133,7 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
 
 
 def load_with_torchtune(model: Any, checkpoint: Any, *, sharded: bool) -> None:
-    """As torchtune's distributed recipes do: the whole state dict on every rank."""
+    """Load the whole state dict on every rank, as torchtune's distributed recipes do."""
     import torch
     from torchtune.training import FullModelHFCheckpointer, load_from_full_model_state_dict
 
@@ -145,7 +149,7 @@ def load_with_torchtune(model: Any, checkpoint: Any, *, sharded: bool) -> None:
 
 
 def local(parameter: Any) -> Any:
-    """The shard of a DTensor."""
+    """This rank's shard of a DTensor, or the whole of a plain parameter."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 

@@ -1,13 +1,16 @@
-"""The planner's memory beside measured peaks, and what context parallelism saves on a long window.
+"""Planned memory against measured peaks, and what context parallelism saves on a long window.
 
     python benchmarks/plan_memory.py
 
 Random llamas (512 features, 8 heads, 4 kv heads, 32,000 rows, tied, fp32) run one step on CPU ranks
-with one thread each. Two Markdown tables: meshes of 1, 2 and 4 ranks on a batch of 8 x 1,024
-positions (8 layers), then cp = 1, 2, 4 on one window of 32,768 tokens (1 layer). MiB of anonymous
-memory of the largest rank (RssAnon, sampled every 2 ms): parameters, and the peak of the step above
-what there was before them. glibc is told to give back what is freed; by default it keeps pieces,
-and a process that runs one step needs up to twice as much.
+with one thread each. The program prints two Markdown tables:
+
+1. meshes of 1, 2 and 4 ranks on a batch of 8 x 1,024 positions (8 layers);
+2. cp = 1, 2, 4 on one window of 32,768 tokens (1 layer).
+
+All numbers are MiB of anonymous memory on the largest rank (RssAnon, sampled every 2 ms), above
+what the process had before its parameters. glibc is told to return freed memory at once. By default
+it keeps some, and a process that runs one step then shows up to twice as much.
 """
 
 import json
@@ -53,7 +56,7 @@ def main() -> None:
 
 
 def run(mesh: tuple[int, int, int, int], rows: int, length: int, layers: int) -> dict[str, float]:
-    """What the largest rank measured, in MiB."""
+    """The measurements of the rank with the largest peak, in MiB."""
     world_size = mesh[0] * mesh[1] * mesh[2] * mesh[3]
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once
     found = on_ranks(world_size, rank_main, world_size, mesh, rows, length, layers)
@@ -69,7 +72,7 @@ def rank_main(
     layers: int,
     scratch: str,
 ) -> None:
-    """One rank: random shards, and one step."""
+    """One rank: fill its shards with random numbers, then measure one step."""
     import torch
     import torch.distributed as dist
 

@@ -1,11 +1,11 @@
-"""Memory of comparing a student with its teacher, by the number of tokens and by the chunk.
+"""Memory of comparing a student with its teacher, by number of tokens and by size of a chunk.
 
     python benchmarks/teacher_memory.py
 
-Hidden states of both models are at hand (random, 64 features); measured is what their heads (32,768
-rows, fp32) and everything after them take on one CPU thread: MiB of anonymous memory (RssAnon,
-sampled every 2 ms) above what there was before. Full logits of both models are what a comparison
-that does not cut would hold.
+Both models have random hidden states of 64 features. The program measures their heads (32,768 rows,
+fp32) and everything after them, on one CPU thread. "peak" is MiB of anonymous memory (RssAnon,
+sampled every 2 ms) above what the process had before. "full logits" is what a comparison without
+chunks would hold for both models.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def rank_main(rank: int, count: int, chunk: int, scratch: str) -> None:
-    """One comparison in a process of its own."""
+    """One comparison, in its own process."""
     import torch
 
     from ppl_eval.score import teacher_student as pair
