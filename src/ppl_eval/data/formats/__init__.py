@@ -1,7 +1,6 @@
-"""Local files, format by format -> Arrow tables of text, id and domain, as the files spell them.
+"""Local files of any format -> Arrow tables of text, id and domain, spelled as in the files.
 
-Only these columns are read, so it does not matter what the others hold. Each reader names file,
-line (or row) and column of what it cannot read.
+Only these three columns are read, so the other columns may hold anything.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,27 +9,22 @@ from typing import Any
 from ppl_eval.data.files import File
 from ppl_eval.data.formats.arrow_tables import arrow_tables
 from ppl_eval.data.formats.lines import csv_rows, json_rows, need_no_unit, text_rows
-from ppl_eval.data.formats.rows import UNITS, Seen, Wanted, listed, tables
+from ppl_eval.data.formats.rows import UNITS, Seen, Wanted, find_columns, tables
 from ppl_eval.data.formats.stream import check_content, named
-from ppl_eval.errors import UserError
 
-__all__ = ["UNITS", "Wanted", "read"]
+__all__ = ["UNITS", "Seen", "Wanted", "find_columns", "read"]
 
 _ROWS = {"text": text_rows, "json": json_rows, "csv": csv_rows}
 
 
 def read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
-    """The rows of several files.
-
-    Args:
-        files: what is read, all by one loader.
-        wanted: which columns are read.
+    """Read files that all have the same loader.
 
     Yields:
         ``pyarrow.Table`` with the columns text, id and domain (large_string).
 
     Raises:
-        UserError: what cannot be read, naming file and line (or row).
+        UserError: a row cannot be read; the error names its file, line (or row) and column.
     """
     seen = Seen()
     for file in files:
@@ -43,8 +37,4 @@ def read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
                 yield from tables(file, _ROWS[file.loader](file, wanted, seen), wanted)
             else:
                 yield from arrow_tables(file, wanted, seen)
-    if wanted.domain and not seen.domain and seen.columns:
-        raise UserError(
-            f"dataset.domain_column is {wanted.domain!r}, but {files[0].name} has the columns"
-            f" {listed(seen.columns)}"
-        )
+    seen.need_domain(wanted, files[0].name)

@@ -1,11 +1,11 @@
-"""Parquet, Arrow and Feather: only the wanted columns are read, whatever their types."""
+"""Reads Parquet, Arrow and Feather files."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ppl_eval.data.columns import as_text, is_text
 from ppl_eval.data.files import File
-from ppl_eval.data.formats.rows import Seen, Wanted, found_names
+from ppl_eval.data.formats.rows import Seen, Wanted, find_columns
 from ppl_eval.data.formats.stream import opened
 from ppl_eval.errors import UserError
 
@@ -16,12 +16,12 @@ def arrow_tables(file: File, wanted: Wanted, seen: Seen) -> Iterator[Any]:
     """The rows of a file as ``pyarrow.Table`` with the columns text, id and domain.
 
     Raises:
-        UserError: a column of texts that holds something else, or a row without one.
+        UserError: the text's column does not hold strings, or a row has no text.
     """
     import pyarrow as pa
 
     schema, batches = _parquet(file) if file.loader == "parquet" else _arrow(file)
-    names = found_names(file.name, schema.names, wanted, seen)
+    names = find_columns(file.name, schema.names, wanted, seen)
     kind = schema.field(wanted.column).type
     if not is_text(kind) and not pa.types.is_null(kind):
         raise UserError(
@@ -42,6 +42,7 @@ def arrow_tables(file: File, wanted: Wanted, seen: Seen) -> Iterator[Any]:
 
 
 _Batches = Callable[[list[str]], Iterable[Any]]
+"""Names of columns -> batches of rows with these columns."""
 
 
 def _parquet(file: File) -> tuple[Any, _Batches]:
@@ -52,7 +53,7 @@ def _parquet(file: File) -> tuple[Any, _Batches]:
 
 
 def _arrow(file: File) -> tuple[Any, _Batches]:
-    """Arrow's two formats: a file, which .feather is, or a stream."""
+    """Arrow's two formats: the file format, which .feather files have, or the stream format."""
     import pyarrow as pa
 
     content = _seekable(file)

@@ -1,4 +1,4 @@
-"""Rows of text, id and domain -> Arrow tables; what is said where a column or a text is missing."""
+"""Rows of text, id and domain -> Arrow tables, and the errors for a missing column or text."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,10 +10,10 @@ from ppl_eval.errors import UserError
 from ppl_eval.plural import some
 
 UNITS = ("line", "paragraph", "file")
-"""What may be a document of a .txt file."""
+"""How a .txt file can be split into documents."""
 
 Row = tuple[str, Any, Any, Any]
-"""Where it is in its file, such as ``line 3``; text, id, domain. None where there is none."""
+"""(where the row is in its file, such as ``line 3``; text; id or None; domain or None)."""
 
 _BATCH_ROWS = 2048
 _BATCH_CHARACTERS = 2**23
@@ -21,14 +21,13 @@ _BATCH_CHARACTERS = 2**23
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be read.
+    """What to read of each row.
 
     Attributes:
-        column: holds the text.
-        domain: the column with the domain; None takes ``domain`` if there is one, an empty string
-            none.
-        unit: what is a document of a .txt file; None reads lines, and refuses blank lines between
-            others.
+        column: the column with the text.
+        domain: the column with the domain. None: ``domain``, if there is such a column; an empty
+            string: no column.
+        unit: one of ``UNITS`` for .txt files. None: lines, unless blank lines separate some.
     """
 
     column: str = "text"
@@ -36,30 +35,35 @@ class Wanted:
     unit: str | None = None
 
     def names(self) -> tuple[str, str, str | None]:
-        """Columns of text, id and domain."""
+        """The columns with the text, the id and the domain."""
         domain = "domain" if self.domain is None else self.domain
         return self.column, "id", domain or None
 
 
 @dataclass
 class Seen:
-    """What the files hold that were read so far."""
+    """The columns of the files read so far, and whether one of them has the domain."""
 
     domain: bool = False
     columns: tuple[str, ...] = ()
 
+    def need_domain(self, wanted: Wanted, where: str) -> None:
+        """Raise a UserError if there are rows, and none has the domain's column that is set."""
+        if wanted.domain and not self.domain and self.columns:
+            no_column("domain_column", wanted.domain, where, self.columns)
+
 
 class Spelled(str):
-    """A number of a JSON file, as it is spelled there."""
+    """A number as a JSON file spells it."""
 
     __slots__ = ()
 
 
 def tables(file: File, rows: Iterable[Row], wanted: Wanted) -> Iterator[Any]:
-    """Rows as ``pyarrow.Table`` with the columns text, id and domain.
+    """Collect rows into ``pyarrow.Table`` with the columns text, id and domain.
 
     Raises:
-        UserError: a text that is no string, naming its line.
+        UserError: a text is not a string.
     """
     batch: list[Row] = []
     size = 0
@@ -89,7 +93,7 @@ def _table(file: File, batch: Sequence[Row], wanted: Wanted) -> Any:
     except UnicodeEncodeError as error:
         for name, values in zip(wanted.names(), columns, strict=True):
             for where, value in zip(wheres, values, strict=True):
-                if value is not None and printable(value) != value:
+                if value is not None and _printable(value) != value:
                     raise UserError(
                         f"{file.name}, {where}: column {name!r} holds half a surrogate pair"
                         " (\\ud800 to \\udfff), which is no text: mend the row"
@@ -98,50 +102,46 @@ def _table(file: File, batch: Sequence[Row], wanted: Wanted) -> Any:
     return pa.table(arrays, names=["text", "id", "domain"])
 
 
-def found_names(
-    file: str, header: Sequence[str], wanted: Wanted, seen: Seen
-) -> tuple[str | None, ...]:
-    """The file's columns of text, id and domain; None where there is no such column.
+def find_columns(
+    where: str, header: Sequence[str], wanted: Wanted, seen: Seen
+) -> list[str | None]:
+    """The names of the columns with text, id and domain; None for a column that is not there.
 
     Raises:
-        UserError: there is no text, or two columns have the same name.
+        UserError: there is no column with the text, or two wanted columns have the same name.
     """
     names = wanted.names()
     if wanted.column not in header:
-        no_column(wanted.column, file, header)
+        no_column("column", wanted.column, where, header)
     for name in names:
         if name is not None and header.count(name) > 1:
-            raise UserError(f"{file} has two columns called {name!r}: rename one")
+            raise UserError(f"{where} has two columns called {name!r}: rename one")
     seen.columns = tuple(header)
     seen.domain |= names[2] in header
-    return tuple(name if name in header else None for name in names)
+    return [name if name in header else None for name in names]
 
 
-def no_column(wanted: str, where: str, columns: Iterable[str]) -> NoReturn:
-    """Say which columns there are instead of the one with the text."""
-    raise UserError(f"dataset.column is {wanted!r}, but {where} has the columns {listed(columns)}")
+def no_column(key: str, wanted: str, where: str, columns: Iterable[str]) -> NoReturn:
+    """Raise the error for a missing column, with the columns that there are."""
+    names = some([_printable(name) for name in columns], 20) or "none"
+    raise UserError(f"dataset.{key} is {wanted!r}, but {where} has the columns {names}")
 
 
-def listed(columns: Iterable[str]) -> str:
-    """Names of columns, of the first twenty if there are more."""
-    return some([printable(name) for name in columns], 20) or "none"
-
-
-def printable(text: str) -> str:
-    """A text with its half surrogate pairs spelled out: no terminal takes them."""
+def _printable(text: str) -> str:
+    """The text with half surrogate pairs spelled out, because a terminal cannot print them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def described(value: Any) -> str:
-    """A JSON value as an error calls it."""
+    """A JSON value as error messages show it."""
     if value is None:
         return "null"
     kinds = {Spelled: "number", str: "string", list: "list", bool: "boolean"}
-    return f"the {kinds.get(type(value), 'object')} {printable(_json(value)):.60}"
+    return f"the {kinds.get(type(value), 'object')} {_printable(_json(value)):.60}"
 
 
 def _json(value: Any, *, quoted: bool = True) -> str:
-    """A value as JSON, its numbers as they are spelled; a string with or without quotes."""
+    """A value as JSON, with numbers as the file spells them; a string with or without quotes."""
     if isinstance(value, Spelled) or (isinstance(value, str) and not quoted):
         return str(value)
     if isinstance(value, dict):

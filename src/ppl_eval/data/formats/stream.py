@@ -1,4 +1,4 @@
-"""A file -> its bytes or lines, decompressed and decoded, and what is wrong with them."""
+"""A file -> decompressed bytes or decoded lines, with errors that name the file."""
 
 import bz2
 import codecs
@@ -19,24 +19,19 @@ _HEAD = 1024
 
 @contextmanager
 def named(file: File) -> Iterator[None]:
-    """Errors of the file system, a decompressor or Arrow become a sentence that names the file."""
+    """Turn errors of the file system, a decompressor or Arrow into a UserError."""
     import pyarrow as pa
 
     try:
         yield
-    except UserError:
-        raise
-    except EOFError as error:
-        raise UserError(_cut_off(file)) from error
-    except (OSError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())
-        if "Truncated compressed stream" in said:
-            raise UserError(_cut_off(file)) from error
-        raise UserError(f"{file.name} cannot be read: {said}") from error
-
-
-def _cut_off(file: File) -> str:
-    return f"{file.name} is cut off: its compressed data end too early; fetch or write it again"
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        if isinstance(error, EOFError) or "Truncated compressed stream" in reason:
+            raise UserError(
+                f"{file.name} is cut off: its compressed data end too early; fetch or write it"
+                " again"
+            ) from error
+        raise UserError(f"{file.name} cannot be read: {reason}") from error
 
 
 @contextmanager
@@ -55,7 +50,7 @@ def opened(file: File) -> Iterator[Any]:
 
 
 def decoded(file: File) -> Iterator[tuple[int, str]]:
-    """(number from 1, line with its end) of a file in UTF-8, without a byte order mark."""
+    """(number from 1, line with its line end) of a UTF-8 file, without the byte order mark."""
     with opened(file) as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -67,21 +62,14 @@ def decoded(file: File) -> Iterator[tuple[int, str]]:
                 ) from error
 
 
-def lines_of(file: File) -> Iterator[tuple[int, str]]:
-    """As :func:`decoded`, where a carriage return alone ends a line, too."""
-    for number, text in decoded(file):
-        if "\r" in text:
-            yield from ((number, line) for line in io.StringIO(text, newline=""))
-        else:
-            yield number, text
+def lines_of(file: File) -> Iterator[str]:
+    """The lines with their ends; a carriage return alone ends a line, too."""
+    for _, text in decoded(file):
+        yield from io.StringIO(text, newline="") if "\r" in text else (text,)
 
 
 def check_content(file: File) -> None:
-    """Refuse what is not the file that its name says, where reading would not notice.
-
-    Raises:
-        UserError: an empty file; a pointer of git-lfs; UTF-16 or UTF-32.
-    """
+    """Raise a UserError for an empty file, a git-lfs pointer, UTF-16 or UTF-32."""
     with named(file), file.path.open("rb") as stream:
         raw = stream.read(_HEAD)
     if not raw:
