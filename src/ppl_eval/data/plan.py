@@ -1,5 +1,6 @@
 """Plan: windows -> batches -> which data-parallel rank runs which batch in which step."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,13 +66,12 @@ def largest_budget_for(num_ranks: int, windows: Windows, most: int) -> int | Non
 
     ``most`` is the largest that is tried. None: there are fewer windows than ranks.
     """
-    # a larger budget never makes more batches, and a budget of 1 makes one of each window
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        num_batches = len(make_plan(windows, max_tokens_per_batch=middle).batches)
-        low, high = (middle, high) if num_batches >= num_ranks else (low, middle - 1)
-    return low or None
+
+    def negated(budget: int) -> int:
+        return -len(make_plan(windows, max_tokens_per_batch=budget).batches)
+
+    # a larger budget never makes more batches, so the budgets that make enough come first
+    return bisect_right(range(1, most + 1), -num_ranks, key=negated) or None
 
 
 def make_plan(windows: Windows, *, max_tokens_per_batch: int) -> Plan:

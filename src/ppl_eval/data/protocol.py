@@ -244,14 +244,8 @@ def make_protocol(
 ) -> Protocol:
     """A protocol with this tokenizer's BOS and EOS.
 
-    Args:
-        tokenizer: decides about BOS when ``add_bos`` is ``auto``.
-        name: one of :data:`RULES`.
-        max_seq_len: tokens in a window, BOS included; None: the protocol's own.
-        stride: see :class:`Protocol`; ``hf_stride`` takes half a window for None.
-        add_bos: True, False, or ``auto``: as the tokenizer has it.
-        add_eos: score an EOS after each document.
-        separator: between texts that are joined; None: the protocol's own.
+    The arguments are those of :class:`ppl_eval.config.schema.ProtocolConfig`. Without a stride
+    ``hf_stride`` advances by half a window.
 
     Raises:
         UserError: no such protocol; BOS or EOS is asked of a tokenizer without one; stride or

@@ -39,12 +39,11 @@ class HFTokenizer:
         special_tokens_in_text: read special tokens that are written in a text as such.
 
     Attributes:
-        bos_id: id of the BOS token: what tokenizer_config.json names, else what the tokenizer puts
-            before a text, else None.
-        eos_id: id of the EOS token, or None if there is none.
-        pad_id: id of the padding token; the EOS id (or 0) if there is none.
-        adds_bos: whether a BOS belongs before a text: the tokenizer itself adds one to the empty
-            string, or else ``add_bos_token`` says so.
+        bos_id: what tokenizer_config.json names, else what the tokenizer puts before a text, else
+            None.
+        eos_id: None if there is none.
+        pad_id: the EOS id (or 0) if there is no padding token.
+        adds_bos: whether the tokenizer adds a BOS to the empty string or ``add_bos_token`` is true.
         fingerprint: hash of what decides the ids.
 
     Raises:
