@@ -20,7 +20,7 @@ class LowRank:
 
     Attributes:
         a: [r, in], fp32.
-        b: [out, r], fp32, rows in torchtune's order, times alpha / r.
+        b: [out, r], fp32, rows in torchtune's order, times alpha / r where an adapter holds it.
         magnitude: [out], fp32, rows in torchtune's order; None for LoRA.
     """
 
@@ -34,11 +34,10 @@ class Adapter:
     """An adapter that fits the model.
 
     Attributes:
-        folder: where it is.
-        files: what identifies it: its weights, and adapter_config.json if there is one.
-        updates: torchtune's name of the module, such as ``layers.0.attn.q_proj`` -> its update.
-        warnings: what to tell the user before the run, one sentence each.
-        copies: base weights stored beside it, which must be the checkpoint's.
+        files: the adapter's tensors, and adapter_config.json if there is one.
+        updates: torchtune's name of the module, such as ``layers.0.attn.q_proj`` -> the update.
+        warnings: one sentence each, for the user before the run.
+        copies: base weights that the adapter's file holds too; they must equal the checkpoint's.
     """
 
     folder: Path
@@ -48,11 +47,11 @@ class Adapter:
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def update_of(self, name: str) -> LowRank | None:
-        """The update of the parameter ``name``, None for none."""
+        """The update of the parameter ``name``, or None."""
         return self.updates.get(name.removesuffix(".weight"))
 
     def unmerged(self) -> list[str]:
-        """Names that the adapter's own parameters have where it is not merged."""
+        """Names of the adapter's parameters in a model where it is not merged."""
         return [f"{name}.{key}" for name in self.updates for key in (*_MATRICES, _DORA_SCALE)]
 
     def shards(
@@ -62,17 +61,16 @@ class Adapter:
         slots: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> dict[str, torch.Tensor] | None:
-        """This rank's shards of a base weight and of the adapter beside it, or of both merged.
+        """This rank's shards of a base weight and of the adapter's matrices, or of both merged.
 
         Args:
             full: the base weight, or (LoRA only) this rank's shard of it.
-            name: its name in the model.
-            slots: the model's parameters by name; those of the adapter are there unless it is to be
-                merged.
+            name: the weight's name in the model.
+            slots: the model's parameters by name. The adapter's are among them unless it is merged.
             device: the device of this rank.
 
         Returns:
-            None if the adapter does not change this weight.
+            Shards by the names of their parameters; None if the adapter does not change the weight.
         """
         update = self.update_of(name)
         if update is None:
@@ -90,21 +88,17 @@ class Adapter:
         return shards
 
     def refuse_dora(self) -> None:
-        """Called for a distributed checkpoint.
-
-        Raises:
-            UserError: the adapter is DoRA.
-        """
+        """Refuse a DoRA adapter, called for a distributed checkpoint."""
         dora = [name for name, update in self.updates.items() if update.magnitude is not None]
         if dora:
             raise UserError(
-                f"the adapter is DoRA ({len(dora)} matrices), whose norms need whole rows, but of a"
-                " distributed checkpoint a rank reads its slices only: convert the checkpoint to"
+                f"the adapter is DoRA ({len(dora)} matrices), whose norms need whole rows, but a"
+                " rank reads only its slices of a distributed checkpoint: convert the checkpoint to"
                 " safetensors"
             )
 
     def forget(self) -> None:
-        """Let the matrices go, once they are in the model."""
+        """Free the matrices, once they are in the model."""
         self.updates.clear()
         self.copies.clear()
 
@@ -120,7 +114,7 @@ def merged_shard(
     Args:
         full: the base weight, or (LoRA only) this rank's shard of it.
         update: the update of this weight.
-        slot: the parameter, plain or a DTensor with any placements; gives the dtype.
+        slot: the parameter, plain or a DTensor with any placements; its dtype is the result's.
         device: the device of this rank.
     """
     part = full.to_local() if isinstance(full, DTensor) else own_part(full, slot)
@@ -138,7 +132,7 @@ def merged_shard(
 def _dora_scale(
     full: torch.Tensor, update: LowRank, slot: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """magnitude / ||W + B A|| of this rank's rows in fp64; a row is read whole."""
+    """magnitude / ||W + B A|| of this rank's rows in fp64; a norm needs the whole row."""
     assert update.magnitude is not None
     assert not isinstance(full, DTensor)
     weight, b = own_part(full, slot, 0), own_part(update.b, slot, 0)
@@ -148,6 +142,6 @@ def _dora_scale(
 
 
 def _sums(weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Iterator[torch.Tensor]:
-    """W + B A in fp64 on the device of ``a``, block of rows after block of rows."""
+    """W + B A in fp64 on the device of ``a``, in blocks of rows."""
     for rows, b_rows in zip(weight.split(_BLOCK_ROWS), b.split(_BLOCK_ROWS), strict=True):
         yield rows.to(a.device).double() + b_rows.to(a.device).double() @ a

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DERIVED = object()
-"""Default that follows from other keys; unlike None, a null in its place is refused."""
+"""A default that follows from other keys; unlike with None, null is refused."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Family:
 
     Attributes:
         architecture: class of the causal language model.
-        defaults: key that changes the forward -> value where config.json lacks it. The type of the
-            default is the type that is allowed; null is allowed where the default is None or the
-            key is in ``nullable``.
+        defaults: key that changes the forward -> the value if config.json lacks it. A value must
+            have the default's type; null is allowed if the default is None or the key is in
+            ``nullable``.
         nullable: further keys that may be null.
     """
 
@@ -92,8 +92,8 @@ TYPES = {
     "use_bidirectional_attention": bool,
     "layer_types": list,
 }
-"""Types of keys whose default does not show them."""
+"""Types of the keys whose default does not show the type."""
 
 INVISIBLE = ("rms_norm_eps", "sliding_window", "query_pre_attn_scalar")
 INVISIBLE += ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys whose value no tensor's shape shows: a default in their place is said."""
+"""Keys whose value no tensor's shape shows: a note says where a default is taken."""

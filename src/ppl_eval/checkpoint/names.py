@@ -1,4 +1,4 @@
-"""From a checkpoint's own names to torchtune's, one tensor at a time."""
+"""A checkpoint's names and tensors converted to torchtune's, one tensor at a time."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -28,29 +28,28 @@ _HF_CONVERSIONS: dict[str, _Conversion] = {
     "QWEN2": (qwen2.qwen2_hf_to_tune, qwen2._FROM_HF),
     **dict.fromkeys(("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA"), _LLAMA),
 }
-"""checkpointer.model_type -> torchtune's conversion from Hugging Face's names, and the names that
+"""checkpointer.model_type -> torchtune's conversion from Hugging Face's layout, and the names that
 it knows, with {} for the number of a layer.
 
 The conversions rename, and permute the rows of q and k within each head (not for Qwen 2 and Phi 3,
-whose rotary embedding in torchtune is Hugging Face's); Phi 3's fused tensors are split.
+whose rotary embedding in torchtune is Hugging Face's). They split Phi 3's fused tensors.
 """
 
 _POSITION_TABLES = ("rotary_emb.inv_freq", "rope.freqs")
-"""Parts of names of what the model computes itself."""
+"""Parts of the names of rotary tables, which the model computes itself."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Whose names a checkpoint's tensors have, and which of torchtune's they become.
+    """The conversion of a checkpoint's tensors to torchtune's names and order of rows.
 
     Attributes:
         layout: ``Hugging Face``, ``Meta`` or ``torchtune``.
         model_type: the family, as checkpointer.model_type names it.
-        config: config.json, whose sizes Hugging Face's layout needs.
+        config: config.json, whose sizes the conversion from Hugging Face's layout needs.
 
     Raises:
-        UserError: a family whose text decoder is not among those that are evaluated, or a
-            config.json without the sizes.
+        UserError: the family is not evaluated, or config.json lacks the sizes.
     """
 
     layout: str
@@ -75,29 +74,32 @@ class Names:
     def convert(
         self, name: str, tensor: torch.Tensor, where: str = "checkpoint"
     ) -> dict[str, torch.Tensor] | None:
-        """What one tensor becomes: tensors by torchtune's names, as views if that is possible.
+        """Convert one tensor; results are views if that is possible.
 
         Args:
-            name: the tensor's own name.
+            name: the tensor's name in the checkpoint.
             tensor: the tensor, or one of its shape on the meta device. It may have fewer columns
                 than the weight of that name, as the B of an adapter has.
             where: what holds the tensor, for the message.
 
         Returns:
-            None if the name is not known; empty for tables that the model computes itself.
+            Tensors by torchtune's names: several for a fused tensor, none for a table that the
+            model computes itself. None if the name is not known.
 
         Raises:
-            UserError: its rows are not those of the heads.
+            UserError: the tensor's rows are not those of the heads.
         """
         state = {name: tensor}
         if self.layout != TORCHTUNE:
-            function, known = self._conversion
+            conversion = _META if self.layout == META else _HF_CONVERSIONS[str(self.model_type)]
+            function, known = conversion
             if any(part in name for part in _POSITION_TABLES):
                 return {}
             if re.sub(r"\.\d+", ".{}", name) not in known:
                 return None
+            sizes = {} if conversion is _META else self._sizes(tensor, conversion)
             try:
-                state = function(state, **self._sizes(tensor))
+                state = function(state, **sizes)
             except (RuntimeError, ValueError) as error:  # q, k and fused tensors are cut by head
                 raise UserError(
                     f"{name} is {tuple(tensor.shape)} in the {where}, which does not go with the"
@@ -106,34 +108,25 @@ class Names:
                 ) from error
         return {_corrected(new, self.model_type): value for new, value in state.items()}
 
-    @property
-    def _conversion(self) -> _Conversion:
-        return _META if self.layout == META else _HF_CONVERSIONS[str(self.model_type)]
-
-    def _sizes(self, tensor: torch.Tensor) -> dict[str, int]:
-        """What the conversion has to know of the heads."""
-        if self.layout == META:
-            return {}
+    def _sizes(self, tensor: torch.Tensor, conversion: _Conversion) -> dict[str, int]:
+        """Arguments of the conversion from Hugging Face's layout."""
         heads, hidden = self.config["num_attention_heads"], self.config["hidden_size"]
         kv_heads = self.config.get("num_key_value_heads") or heads
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "dim": hidden}
-        if self._conversion is not _PHI3:  # there dim tells where to split
+        if conversion is not _PHI3:  # where dim says at which rows to split
             sizes["dim"] = tensor.shape[-1] if tensor.ndim else 1
             sizes["head_dim"] = self.config.get("head_dim") or hidden // heads
         return sizes
 
 
 def _corrected(name: str, model_type: str | None) -> str:
-    """Where a tensor belongs that torchtune's conversion calls ``name``.
+    """The right name of a tensor that torchtune's conversion calls ``name``.
 
-    For Gemma 2 torchtune's map puts the norm before the feed-forward where the one after it
-    belongs, and the other way round. Its final norm moves because the soft cap left it, see
-    :mod:`ppl_eval.model.corrections`.
+    For Gemma 2 torchtune swaps the norms before and after the feed-forward. The final norm moves
+    because its soft cap is moved to the head, see :mod:`ppl_eval.model.corrections`.
     """
     if model_type != "GEMMA2":
         return name
-    if name == "norm.rms_norm.scale":
-        return "norm.scale"
     if ".mlp_norm." in name:
         return name.replace(".mlp_norm.", ".mlp_scale.")
-    return name.replace(".mlp_scale.", ".mlp_norm.")
+    return name.replace(".mlp_scale.", ".mlp_norm.").replace("norm.rms_norm.", "norm.")
