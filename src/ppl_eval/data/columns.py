@@ -1,4 +1,4 @@
-"""Arrow columns -> text: what a column of ids, domains or texts holds, as its file spells it."""
+"""Arrow columns of any type -> columns of strings, spelled as in the file."""
 
 import json
 from collections.abc import Sequence
@@ -24,26 +24,23 @@ def is_text(kind: Any) -> bool:
 def as_text(
     column: Chunked, name: str, origin: str, rows: Sequence[int], *, is_needed: bool = False
 ) -> Chunked:
-    """A column as strings: numbers and times as Arrow prints them, nested values as JSON.
+    """A column as large_string: numbers and times as Arrow prints them, nested values as JSON.
 
     Args:
-        column: values of any type.
+        column: values of any type; nulls stay null.
         name: the column's name, for errors.
         origin: where the rows come from, for errors.
-        rows: numbers of the rows there, for errors.
-        is_needed: whether every row needs a text, which a value of another type is not.
-
-    Returns:
-        A column of large_string; null stays null.
+        rows: the number of each row in its file or data set, for errors.
+        is_needed: every row must hold a string.
 
     Raises:
-        UserError: bytes that are not UTF-8; a row without a text that is needed.
+        UserError: bytes that are not UTF-8; a row without the string that it needs.
     """
     import pyarrow as pa
 
     found = _cast(column)
     try:
-        found.validate(full=True)  # Arrow does not check what its strings hold when it reads them
+        found.validate(full=True)  # Arrow does not check for UTF-8 when it reads a file
         if not is_needed or (is_text(column.type) and not found.null_count):
             return found
     except pa.ArrowInvalid:
@@ -69,14 +66,11 @@ def _cast(column: Chunked) -> Chunked:
     import pyarrow as pa
 
     text, kind = pa.large_string(), column.type
-    if not pa.types.is_floating(kind):  # whose cast writes 1 for 1.0
+    if not pa.types.is_floating(kind):  # Arrow casts 1.0 to "1"
         try:
             return column.cast(text)
         except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
             pass
-    spelled = [value if value is None else _spelled(value) for value in column.to_pylist()]
+    spell = json.JSONEncoder(ensure_ascii=False, default=str).encode
+    spelled = [value if value is None else spell(value) for value in column.to_pylist()]
     return pa.chunked_array([pa.array(spelled, text)])
-
-
-def _spelled(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)

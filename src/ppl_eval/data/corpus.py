@@ -1,4 +1,4 @@
-"""text_corpus: a Hugging Face data set or local files as documents, one row each."""
+"""The data set components of a config: text_corpus, and several data sets with names."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from ppl_eval import components
 from ppl_eval.data import files
 from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
 from ppl_eval.data.files import Files
-from ppl_eval.data.formats import UNITS, Wanted
+from ppl_eval.data.formats import UNITS, Seen, Wanted, find_columns
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted, some
 
@@ -28,40 +28,31 @@ def text_corpus(
 ) -> Corpus:
     """Config component: texts of a Hugging Face data set or of local files.
 
-    A local file, folder or loader name is recognised before any hub is asked. Text, id (a column
-    called ``id``, if there is one) and domain are taken as the file spells them; other columns are
+    Local files, folders and loader names are recognised without asking a hub. Text, id (from a
+    column ``id``, if there is one) and domain are kept as the file spells them. Other columns are
     not read.
 
     Args:
         source: a data set's name, a local file or folder (of files, or made by ``save_to_disk``),
-            or a loader (json, text, csv, parquet, arrow). None with ``data_files``: the suffix
+            or a loader for ``data_files`` (json, text, csv, parquet, arrow). None: their suffix
             decides.
         data_files: files or glob patterns, read in the order given, or one folder.
-        split: which split, or a part of it such as ``train[:10]`` or ``test[50%:]``; None takes the
-            only one there is. Files that are not in a folder are ``train``.
-        column: holds the text.
-        domain_column: holds each row's domain, for results by domain. None takes a column named
-            ``domain`` if there is one; an empty string takes none.
-        name: the configuration of a hub's data set, such as ``wikitext-2-raw-v1``.
-        revision: the data set's commit, tag or branch.
-        unit: what is a document of a .txt file: each ``line``, each ``paragraph`` (blank lines
-            separate them) or the whole ``file``. None: lines, of files without blank lines between
-            others.
+        split: a split, or a part of it such as ``train[:10]`` or ``test[50%:]``. None: the only
+            split there is. Files that are not in a folder are the split ``train``.
+        column: the column with the text.
+        domain_column: the column with each row's domain, for results by domain. None: ``domain``,
+            if there is such a column; an empty string: no column.
+        name: the configuration of a data set on a hub, such as ``wikitext-2-raw-v1``.
+        revision: commit, tag or branch of a data set on a hub.
+        unit: how to split a .txt file into documents: each ``line``, each ``paragraph`` (blank
+            lines separate paragraphs) or the whole ``file``. None: lines, and an error for blank
+            lines between others.
 
     Raises:
         UserError: no such file, split or column; a file that is not what its name says; a row
             without a text; no rows.
     """
-    _check_arguments(
-        unit,
-        data_files,
-        column=column,
-        domain_column=domain_column,
-        source=source,
-        split=split,
-        name=name,
-        revision=revision,
-    )
+    _check_arguments(**locals())
     with _quiet_datasets():
         local = files.find(source, data_files, name, revision)
         if unit is not None and not (isinstance(local, Files) and local.loader == "text"):
@@ -70,55 +61,48 @@ def text_corpus(
                 f"dataset.unit is {unit!r}, but it is for .txt files: {rows} has rows, which are"
                 " the documents"
             )
+        wanted = Wanted(column, domain_column, unit)
         if isinstance(local, Files):
-            return _of_files(local, split, Wanted(column, domain_column, unit))
+            return _read_files(local, split, wanted)
         if local is not None:
-            origin, splits = str(local), _saved(local)
+            origin, splits = str(local), _load_saved(local)
         else:
             from ppl_eval.data import hub
 
             origin = str(source)
             splits = hub.load(origin, name, revision)
-        table = _choose(splits, split, origin)
-    for argument, wanted in (("column", column), ("domain_column", domain_column or column)):
-        if wanted not in table.column_names:
-            raise UserError(
-                f"dataset.{argument} is {wanted!r}, but {origin} has the columns"
-                f" {', '.join(table.column_names)}"
-            )
-    if domain_column is None and "domain" in table.column_names:
-        domain_column = "domain"
-    id_column = "id" if "id" in table.column_names else None
-    notes = _time_notes(table, [id_column, domain_column], origin)
-    return Corpus(table, column, domain_column or None, id_column, origin, notes)
+        rows = _choose(splits, split, origin)
+    seen = Seen()
+    _, id_column, domain_column = find_columns(origin, rows.column_names, wanted, seen)
+    seen.need_domain(wanted, origin)
+    notes = _time_notes(rows, [id_column, domain_column], origin)
+    return Corpus(rows, column, domain_column, id_column, origin, notes)
 
 
 def check_files(node: Mapping[str, Any]) -> None:
-    """Refuse a ``text_corpus`` component whose local files are not there, without reading any.
+    """Check the arguments of a ``text_corpus`` component, and that its local files exist.
 
-    Args:
-        node: the component. Files and data sets elsewhere are not looked for.
+    No file is read, and no server is asked.
 
     Raises:
-        UserError: naming the file, or an argument that cannot be.
+        UserError: a file is missing, or an argument has a value that it cannot have.
     """
     given = {key: value for key, value in node.items() if key != "_component_"}
-    texts = {"column": "text", **given}
-    _check_arguments(texts.pop("unit", None), texts.pop("data_files", None), **texts)
+    _check_arguments(**{"column": "text", **given})
     if "://" not in f"{given.get('source')} {given.get('data_files')}":
         files.find(*(given.get(name) for name in ("source", "data_files", "name", "revision")))
 
 
 def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
-    """Build a data set's component; torchtune's take the tokenizer as an argument.
+    """Build the component of a data set; components with a parameter ``tokenizer`` get it.
 
     Args:
         node: the component.
-        key: the config key that holds it, for errors.
-        tokenizer: the model's.
+        key: the config key with the component, for errors.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        UserError: whatever the component raises.
+        UserError: the component raised an error.
     """
     wanted = "tokenizer" in components.parameters(node, key) and "tokenizer" not in node
     with _quiet_datasets():
@@ -126,13 +110,13 @@ def build_dataset(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
 
 
 def named_corpora(corpora: Mapping[str, Mapping[str, Any]], tokenizer: Any = None) -> NamedCorpora:
-    """Config component: several data sets in one run, each with a name that is its domain.
+    """Config component: several data sets in one run; each data set's name is its domain.
 
-    A config's ``dataset`` that is a list of components with names becomes this.
+    A ``dataset`` in a config that is a list of components becomes this component.
 
     Args:
         corpora: name -> component of a data set.
-        tokenizer: for those that take it.
+        tokenizer: goes to the components that have a parameter ``tokenizer``.
     """
     return NamedCorpora(
         {
@@ -142,18 +126,21 @@ def named_corpora(corpora: Mapping[str, Mapping[str, Any]], tokenizer: Any = Non
     )
 
 
-def _check_arguments(unit: Any, data_files: Any, **texts: Any) -> None:
+def _check_arguments(unit: Any = None, data_files: Any = None, **texts: Any) -> None:
     if unit is not None and unit not in UNITS:
         raise UserError(f"dataset.unit is {unit!r}, but it is line, paragraph, file or null")
-    each = [data_files] if data_files is None or isinstance(data_files, str) else data_files
-    if data_files is not None and not (
+    each = [data_files] if isinstance(data_files, str) else data_files
+    if each is not None and not (
         isinstance(each, Sequence) and all(isinstance(file, str) and file for file in each)
     ):
         raise UserError(
             f"dataset.data_files is {data_files!r}, but it is a file or a list of files"
         )
-    kinds = {"column": "the name of a column", "source": "a name, a path or null"}
-    kinds["domain_column"] = "the name of a column or null"
+    kinds = {
+        "column": "the name of a column",
+        "domain_column": "the name of a column or null",
+        "source": "a name, a path or null",
+    }
     for key, value in texts.items():
         may_be = (value is None and key != "column") or (value == "" and key == "domain_column")
         if not (may_be or (isinstance(value, str) and value)):
@@ -161,7 +148,7 @@ def _check_arguments(unit: Any, data_files: Any, **texts: Any) -> None:
             raise UserError(f"dataset.{key} is {value!r}, but it is {kind}")
 
 
-def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
+def _read_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
     from ppl_eval.data import table
 
     parts = _parts(dict.fromkeys(found.splits, 10**9), split, found.name)
@@ -182,8 +169,8 @@ def _of_files(found: Files, split: str | None, wanted: Wanted) -> Corpus:
     return Corpus(rows, "text", domain, "id", found.name, tuple(notes))
 
 
-def _saved(folder: Path) -> Any:
-    """The data sets of a folder that save_to_disk wrote."""
+def _load_saved(folder: Path) -> Any:
+    """The data sets in a folder that save_to_disk wrote."""
     import datasets
 
     try:
@@ -196,10 +183,10 @@ def _saved(folder: Path) -> Any:
 
 
 def _parts(sizes: Mapping[str, int], split: str | None, origin: str) -> list[tuple[str, int, int]]:
-    """(split, first row, row after the last) of what is asked for, of splits of these sizes.
+    """(split, first row, row after the last) for each part that ``split`` chooses.
 
     Raises:
-        UserError: none is chosen of several, or one that there is not.
+        UserError: there are several splits and none is chosen, or there is no such split.
     """
     from datasets import ReadInstruction
 
@@ -216,7 +203,7 @@ def _parts(sizes: Mapping[str, int], split: str | None, origin: str) -> list[tup
 
 
 def _choose(loaded: Any, split: str | None, origin: str) -> Any:
-    """Rows of the splits, or parts of splits, that are asked for."""
+    """The rows that ``split`` chooses."""
     from datasets import Dataset, concatenate_datasets
 
     if isinstance(loaded, Dataset):
@@ -230,22 +217,20 @@ def _choose(loaded: Any, split: str | None, origin: str) -> Any:
 
 
 def _time_notes(table: Any, labels: Sequence[str | None], origin: str) -> tuple[str, ...]:
-    """Labels that were perhaps other texts before: the library takes dates in JSON for times."""
-    times = [
-        name
-        for name in labels
-        if getattr(table.features.get(name), "dtype", "").startswith(("timestamp", "date", "time"))
-    ]
+    """Notes on columns of times: the datasets library turns dates in JSON into times."""
+    types = {name: getattr(table.features.get(name), "dtype", "") for name in labels}
     return tuple(
-        f"{origin}: column {name!r} holds {table.features[name].dtype}, which is printed as Arrow"
-        " does; for ids and domains as the file spells them download it and give its files"
-        for name in times
+        f"{origin}: column {name!r} holds {kind}, which is printed as Arrow does; to keep ids and"
+        " domains as the file spells them, download the data set and name its files in"
+        " dataset.data_files"
+        for name, kind in types.items()
+        if kind.startswith(("timestamp", "date", "time"))
     )
 
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """No progress bar where nobody looks, and no error message but ours."""
+    """Silence the datasets library: our errors are enough, and a log needs no progress bars."""
     from datasets.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

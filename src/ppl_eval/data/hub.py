@@ -1,4 +1,4 @@
-"""Data sets and files that lie on a hub or another server."""
+"""Data sets and files on a hub or another server."""
 
 import errno
 import os
@@ -10,25 +10,17 @@ from urllib.parse import urlsplit
 
 from ppl_eval.errors import UserError
 
-_OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR)
+_DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR)
 
 _LOOK_S = 3.5
-"""How long a name may take to resolve; the connection itself has the library's own time-outs."""
+"""Seconds that a look-up and a connection may take before they count as slow."""
 
 
 def load(name: str, config: str | None, revision: str | None) -> Any:
-    """Load a data set by its name on the hub.
-
-    Args:
-        name: such as ``Salesforce/wikitext``.
-        config: the data set's configuration.
-        revision: commit, tag or branch.
-
-    Returns:
-        A mapping of splits to data sets.
+    """The splits of a data set on the hub, by name.
 
     Raises:
-        UserError: no such data set, or no hub.
+        UserError: there is no such data set, or the hub cannot be reached.
     """
     import datasets
     import datasets.config
@@ -44,7 +36,7 @@ def load(name: str, config: str | None, revision: str | None) -> Any:
         return datasets.load_dataset(name, name=config, revision=revision)
     except (DatasetsError, OSError, ValueError) as error:
         reason = error if error.__cause__ is None else error.__cause__
-        if isinstance(reason, OSError) and reason.errno in _OF_THE_DISK:
+        if isinstance(reason, OSError) and reason.errno in _DISK_ERRORS:
             raise UserError(unwritable(reason)) from error
         fetched = "; HF_HUB_OFFLINE=1 reads what was fetched before" if trouble else ""
         raise UserError(
@@ -55,15 +47,10 @@ def load(name: str, config: str | None, revision: str | None) -> Any:
 
 
 def out_of_reach(address: str) -> str | None:
-    """Why the host of an address cannot be reached, found out within 4 s.
+    """Why the host of a URL cannot be reached, found out within 4 s; None if nothing is wrong.
 
-    A host that is slow, or that is reached by a proxy, is left to whoever asks it.
-
-    Args:
-        address: such as ``https://huggingface.co``.
-
-    Returns:
-        A reason, or None.
+    Slow hosts, and hosts behind a proxy, also give None: the library that connects to them has
+    time-outs.
     """
     parts = urlsplit(address)
     host, port = parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)
@@ -95,14 +82,14 @@ def download(names: list[str]) -> tuple[list[str], list[str]]:
     """Fetch remote files into the cache of the datasets library.
 
     Args:
-        names: ``https://``, ``hf://`` and whatever else the library knows, patterns included, and
-            local files among them.
+        names: URLs or patterns of the library (``https://``, ``hf://``, ...), and local files,
+            which stay as they are.
 
     Returns:
-        (names, paths) of the files, in the same order.
+        (names, paths) of the files, in the order given.
 
     Raises:
-        UserError: an address that cannot be fetched.
+        UserError: a file cannot be fetched.
     """
     import datasets
     import datasets.config

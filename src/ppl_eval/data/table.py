@@ -1,6 +1,6 @@
-"""Files -> a memory-mapped table in the cache of the datasets library, built once by any process.
+"""Files -> a memory-mapped table in the cache of the datasets library.
 
-The module is imported when there is something to read: it needs the datasets library.
+Other modules import this one late, because it imports the datasets library.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,24 @@ from ppl_eval.data.files import File
 from ppl_eval.data.formats import Wanted, read
 from ppl_eval.errors import UserError
 
-_READING = 1
-"""To be counted up by a change that makes other rows of the same files: older tables in the cache
-are then left alone."""
+_VERSION = 1
+"""Increase it with every change that reads other rows from the same files: tables that are in the
+cache already are not used then."""
+
+_FEATURES = datasets.Features(
+    {name: datasets.Value("large_string") for name in ("text", "id", "domain")}
+)
 
 
 class _TextBuilder(datasets.ArrowBasedBuilder):
-    """Writes the rows into the cache, under the library's lock: one process does, others wait."""
+    """Writes the rows into the cache. The library locks it: one process writes, others wait."""
 
     def __init__(self, key: str, splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> None:
         self._files, self._wanted = splits, wanted
         super().__init__(dataset_name="ppl_eval_text", config_name=f"content-{key}")
 
     def _info(self) -> datasets.DatasetInfo:
-        return datasets.DatasetInfo(features=_features())
+        return datasets.DatasetInfo(features=_FEATURES)
 
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
         return [
@@ -42,33 +46,35 @@ class _TextBuilder(datasets.ArrowBasedBuilder):
 
 
 def of_files(splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> Mapping[str, Any]:
-    """The files' rows as data sets with the columns text, id and domain, by split.
+    """The rows of files as data sets with the columns text, id and domain, by split.
 
-    Processes that ask for the same files at the same time share one table.
+    Processes that read the same files share one table.
 
     Args:
-        splits: name of a split -> its files, all of one loader.
-        wanted: which columns.
+        splits: name of a split -> its files; all files have the same loader.
+        wanted: which columns to read.
 
     Raises:
-        UserError: what cannot be read, naming file and line; a cache that cannot be written.
+        UserError: a row cannot be read, or the cache cannot be written.
     """
     files = [file for found in splits.values() for file in found]
     try:
         facts = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in files]
-        # a file may change within a tick of the clock, or keep its time
+        # the time alone is not enough: a file may change within a tick of the clock, or keep it
         content = fingerprint.of_files(file.path for file in files)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
     shape = [(split, [(f.name, f.loader) for f in found]) for split, found in splits.items()]
-    key = fingerprint.of(_READING, content, facts, shape, vars(wanted))
+    key = fingerprint.of(_VERSION, content, facts, shape, vars(wanted))
     try:
         builder = _TextBuilder(key, splits, wanted)
         builder.download_and_prepare()
         rows = builder.info.splits or {}
         return {
-            # the library refuses to give a split without rows
-            name: builder.as_dataset(name) if rows[name].num_examples else _no_rows()
+            # as_dataset raises an error for a split without rows
+            name: builder.as_dataset(name)
+            if rows[name].num_examples
+            else datasets.Dataset.from_dict({column: [] for column in _FEATURES}, _FEATURES)
             for name in splits
         }
     except (DatasetsError, OSError) as error:
@@ -82,17 +88,8 @@ def of_files(splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> Mapping[
 
 
 def unwritable(error: OSError) -> str:
-    """What to say when the cache cannot be written."""
+    """The message for a cache that cannot be written."""
     return (
         f"the cache of data sets {Path(datasets.config.HF_DATASETS_CACHE)} cannot be written:"
         f" {error.strerror or error}: set HF_DATASETS_CACHE to a folder that can"
     )
-
-
-def _features() -> datasets.Features:
-    text = datasets.Value("large_string")
-    return datasets.Features({"text": text, "id": text, "domain": text})
-
-
-def _no_rows() -> datasets.Dataset:
-    return datasets.Dataset.from_dict({name: [] for name in _features()}, features=_features())

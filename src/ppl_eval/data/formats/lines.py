@@ -135,9 +135,7 @@ def _values(file: File) -> Iterator[tuple[str, Any]]:
                 yield f"line {number}", _decode(line)
             except (ValueError, RecursionError) as error:
                 hint = ": write an object a line, or one array" if line.strip() == "{" else ""
-                raise UserError(
-                    f"{file.name}, line {number} is not JSON: {error}{hint}"
-                ) from error
+                raise UserError(f"{file.name}, line {number} is not JSON: {error}{hint}") from error
         return
     try:
         items = _decode("".join(line for _, line in decoded(file)))

@@ -27,7 +27,8 @@ class Wanted:
         column: the column with the text.
         domain: the column with the domain. None: ``domain``, if there is such a column; an empty
             string: no column.
-        unit: one of ``UNITS`` for .txt files. None: lines, unless blank lines separate some.
+        unit: one of ``UNITS`` for .txt files. None: lines, and an error for blank lines between
+            others.
     """
 
     column: str = "text"
@@ -102,9 +103,7 @@ def _table(file: File, batch: Sequence[Row], wanted: Wanted) -> Any:
     return pa.table(arrays, names=["text", "id", "domain"])
 
 
-def find_columns(
-    where: str, header: Sequence[str], wanted: Wanted, seen: Seen
-) -> list[str | None]:
+def find_columns(where: str, header: Sequence[str], wanted: Wanted, seen: Seen) -> list[str | None]:
     """The names of the columns with text, id and domain; None for a column that is not there.
 
     Raises:
