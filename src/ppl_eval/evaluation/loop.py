@@ -149,15 +149,16 @@ def run(
         fidelity.assemble(groups.loss, readers[-1].groups.loss)
     _raise_if_not_finite(ledger, workload)
 
-    def summary(of_model: Ledger, column: str) -> Summary:
-        profile = loss_by_position(by_context, column)
-        return summarise(workload.corpus, workload.protocol, workload.windows, of_model, profile)
-
-    teacher = None
+    total, teacher = _summary(workload, ledger, by_context, "nll_nats"), None
     if has_teacher:
-        teacher = summary(ledger.with_nll_of("teacher_"), "teacher_nll_nats")
-    total = summary(ledger, "nll_nats")
+        of_teacher = ledger.with_nll_of("teacher_")
+        teacher = _summary(workload, of_teacher, by_context, "teacher_nll_nats")
     return Evaluation(workload, ledger, total, by_context, teacher, fidelity, weights)
+
+
+def _summary(workload: Workload, ledger: Ledger, by_context: Profile, column: str) -> Summary:
+    profile = loss_by_position(by_context, column)
+    return summarise(workload.corpus, workload.protocol, workload.windows, ledger, profile)
 
 
 def _progress(
