@@ -7,12 +7,13 @@ without an adapter is any module that gives logits: see :class:`ppl_eval.score.r
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from ppl_eval.parallel.context import ContextSplit
+if TYPE_CHECKING:
+    from ppl_eval.parallel.context import ContextSplit
 
 Tail = Callable[[torch.Tensor], torch.Tensor]
 """What happens to logits [N, V] after the head's product: a function of each logit by itself, such
@@ -89,7 +90,7 @@ class Decoder(Protocol):
         what happens to logits after its product."""
         ...
 
-    def split_attention(self, context: ContextSplit | None) -> AbstractContextManager[None]:
+    def split_attention(self, context: "ContextSplit | None") -> AbstractContextManager[None]:
         """Within it every layer attends over windows that are split by ``context``; None changes
         nothing.
 
