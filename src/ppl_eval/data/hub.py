@@ -26,8 +26,6 @@ def load(name: str, config: str | None, revision: str | None) -> Any:
     import datasets.config
     from datasets.exceptions import DatasetsError
 
-    from ppl_eval.data.table import unwritable
-
     is_online = not datasets.config.HF_HUB_OFFLINE
     trouble = out_of_reach(datasets.config.HF_ENDPOINT) if is_online else None
     try:
@@ -44,6 +42,16 @@ def load(name: str, config: str | None, revision: str | None) -> Any:
             f" give it: {' '.join(str(reason).split()).rstrip('.')}: for files of your own set"
             f" dataset.data_files=FILE or dataset.source=FOLDER{fetched}"
         ) from error
+
+
+def unwritable(error: OSError) -> str:
+    """The sentence for a cache of the datasets library that cannot be written."""
+    import datasets.config
+
+    return (
+        f"the cache of data sets {datasets.config.HF_DATASETS_CACHE} cannot be written:"
+        f" {error.strerror or error}: set HF_DATASETS_CACHE to a folder that can"
+    )
 
 
 def out_of_reach(address: str) -> str | None:

@@ -4,16 +4,15 @@ Other modules import this one late, because it imports the datasets library.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import datasets
-import datasets.config
 from datasets.exceptions import DatasetsError
 
 from ppl_eval import fingerprint
 from ppl_eval.data.files import File
 from ppl_eval.data.formats import Wanted, read
+from ppl_eval.data.hub import unwritable
 from ppl_eval.errors import UserError
 
 _VERSION = 1
@@ -85,11 +84,3 @@ def of_files(splits: Mapping[str, tuple[File, ...]], wanted: Wanted) -> Mapping[
             if isinstance(reason, OSError):
                 raise UserError(unwritable(reason)) from error
         raise
-
-
-def unwritable(error: OSError) -> str:
-    """The message for a cache that cannot be written."""
-    return (
-        f"the cache of data sets {Path(datasets.config.HF_DATASETS_CACHE)} cannot be written:"
-        f" {error.strerror or error}: set HF_DATASETS_CACHE to a folder that can"
-    )
