@@ -381,7 +381,10 @@ REFUSED = {
         [*PAIR, "fail_if.teacher.token_perplexity=2"],
         "or teacher.metrics.NAME; did you mean teacher.metrics.token_perplexity?",
     ),
-    "dtype": ([*PAIR, "teacher_dtype=int4"], "teacher_dtype is 'int4', but it is one of None, "),
+    "dtype": (
+        [*PAIR, "teacher_dtype=int4"],
+        "teacher_dtype is 'int4', but it is one of fp32, bf16, fp16",
+    ),
     "rounded logits": ([*PAIR, "logits_dtype=model"], "but with a teacher logits are fp32"),
 }
 
