@@ -81,8 +81,7 @@ def rank_main(
     from ppl_eval.commands.estimate import estimate
     from ppl_eval.model.build import build_on_meta
     from ppl_eval.model.torchtune_decoder import decoder_of
-    from ppl_eval.parallel.dims import ParallelDims
-    from ppl_eval.parallel.groups import Groups
+    from ppl_eval.parallel.dims import Groups, ParallelDims
     from ppl_eval.parallel.shard import shard_decoder
     from ppl_eval.parallel.tensor import split_decoder
     from ppl_eval.score.batch import Batch, Tokens

@@ -20,7 +20,6 @@ from ppl_eval.evaluation.load import load_readers
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.memory import peak_memory_gib
 from ppl_eval.report.metric_logger import MetricLogger
 from ppl_eval.report.output import RESULTS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer, TokenisingProgress
@@ -54,13 +53,7 @@ class PerplexityEvalRecipe:
         self.dtype = process_group.pick_dtype(cfg.dtype, self.device)
         if cfg.teacher_dtype is not None:
             process_group.pick_dtype(cfg.teacher_dtype, self.device)
-        self.dims = ParallelDims(
-            dp_replicate=cfg.parallel.dp_replicate,
-            dp_shard=cfg.parallel.dp_shard,
-            cp=cfg.parallel.cp,
-            tp=cfg.parallel.tp,
-            world_size=self.ranks.world_size,
-        )
+        self.dims = ParallelDims.of(cfg.parallel, self.ranks.world_size)
         self.meshes = None  # with one process there are none
         self.timer = Timer()
         torch.manual_seed(cfg.seed)
@@ -136,7 +129,7 @@ class PerplexityEvalRecipe:
             )
         if bar is not None:
             bar.close()
-        peak = peak_memory_gib(self.device, process_group.world())
+        peak = process_group.peak_memory_gib(self.device)
         self.peak_memory_gib = peak if cfg.log_peak_memory_stats else None
         self.tokens = None if records is None else records.gather(self.readers[0].groups.loss)
 

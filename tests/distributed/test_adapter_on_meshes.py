@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from ppl_eval.model.load import load
 from ppl_eval.model.torchtune_decoder import decoder_of
+from ppl_eval.parallel.cut import local_part
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.lora import AdaptedLinear, local_part
+from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import split_decoder
 

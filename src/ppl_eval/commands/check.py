@@ -22,13 +22,7 @@ def check(cfg: EvalConfig, num_processes: int) -> str:
     Raises:
         UserError: the error that the run would end with.
     """
-    dims = ParallelDims(
-        dp_replicate=cfg.parallel.dp_replicate,
-        dp_shard=cfg.parallel.dp_shard,
-        cp=cfg.parallel.cp,
-        tp=cfg.parallel.tp,
-        world_size=num_processes,
-    )
+    dims = ParallelDims.of(cfg.parallel, num_processes)
     prepared = preflight.prepare(
         cfg,
         DTYPES[cfg.dtype],

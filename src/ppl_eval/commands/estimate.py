@@ -6,6 +6,7 @@ benchmarks/plan_memory.py compares the memory with measured peaks.
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ppl_eval.decoder import Decoder
@@ -69,6 +70,7 @@ def num_parameters_of_rank(decoder: Decoder, dims: ParallelDims) -> int:
     return sum(-(-first // dims.fsdp_size) * math.prod(rest) for first, *rest in shapes)
 
 
+@lru_cache(maxsize=2)  # a table of meshes asks for both models, one tp after the other
 def _shapes(decoder: Decoder, tp: int) -> dict[str, list[int]]:
     """Parameter name -> the shape that the rank with most of it has after tp has split it."""
     axes = split_axes(decoder)

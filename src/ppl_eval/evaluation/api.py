@@ -19,8 +19,7 @@ from ppl_eval.evaluation.loop import Evaluation, run
 from ppl_eval.evaluation.model_limits import fit_window, vocab_size_of
 from ppl_eval.evaluation.workload import prepare_workload
 from ppl_eval.model.torchtune_decoder import decoder_of
-from ppl_eval.parallel.dims import Meshes
-from ppl_eval.parallel.groups import Groups
+from ppl_eval.parallel.dims import Groups, Meshes
 from ppl_eval.score.reader import Reader
 
 logger = logging.getLogger("ppl_eval")

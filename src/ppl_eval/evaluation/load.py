@@ -7,8 +7,7 @@ from ppl_eval.evaluation.preflight import Preflight
 from ppl_eval.evaluation.teacher import of_the_teacher, teacher_dims
 from ppl_eval.model.prepare import PreparedModel
 from ppl_eval.model.torchtune_decoder import decoder_of
-from ppl_eval.parallel.dims import Meshes, ParallelDims
-from ppl_eval.parallel.groups import Groups
+from ppl_eval.parallel.dims import Groups, Meshes, ParallelDims
 from ppl_eval.score.reader import Reader
 
 

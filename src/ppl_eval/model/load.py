@@ -15,8 +15,7 @@ from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, StateSource
 from ppl_eval.errors import UserError
 from ppl_eval.model.check_names import EMBEDDING, HEAD
-from ppl_eval.parallel.cut import as_shard, own_part, own_shard
-from ppl_eval.parallel.lora import local_part
+from ppl_eval.parallel.cut import as_shard, local_part, own_part, own_shard
 from ppl_eval.plural import some
 
 

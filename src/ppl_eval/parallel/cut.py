@@ -1,10 +1,15 @@
 """This rank's part of a tensor that it sees whole: cut where the tensor lies, then moved.
 
-``distribute_tensor`` moves a whole tensor to the device of the mesh before it cuts it.
+``distribute_tensor`` would move the whole tensor to the device of the mesh before cutting it.
 """
 
 import torch
 from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(full: torch.Tensor, slot: torch.Tensor, *dims: int) -> torch.Tensor:
@@ -12,8 +17,8 @@ def own_part(full: torch.Tensor, slot: torch.Tensor, *dims: int) -> torch.Tensor
 
     Args:
         full: a whole tensor, on any device.
-        slot: the parameter that is sharded; plain parameters are whole.
-        dims: dims of ``full`` to cut; the others stay whole. None given means all.
+        slot: the parameter that is sharded; of a plain one every rank has the whole.
+        dims: dims of ``full`` to cut; none given means all.
     """
     if not isinstance(slot, DTensor):
         return full
@@ -24,10 +29,10 @@ def own_part(full: torch.Tensor, slot: torch.Tensor, *dims: int) -> torch.Tensor
 
 
 def own_shard(full: torch.Tensor, slot: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """This rank's shard of a whole tensor as a new tensor, on ``device``, in the dtype of ``slot``.
+    """This rank's shard of ``full``, on ``device``, in the dtype of ``slot``.
 
     Args:
-        full: a whole tensor, or a DTensor that has this rank's shard already.
+        full: a whole tensor, which is copied, or a DTensor that is sharded like ``slot``.
         slot: the parameter that the tensor is for.
         device: the device of this rank.
     """
@@ -38,14 +43,10 @@ def own_shard(full: torch.Tensor, slot: torch.Tensor, device: torch.device) -> t
 
 
 def as_shard(part: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """``part``, this rank's own, as a DTensor with the placements of ``slot`` if it is one."""
+    """``part``, which this rank holds, as a DTensor sharded like ``slot``, if that is one."""
     if not isinstance(slot, DTensor):
         return part
+    mesh, placements, shape = slot.device_mesh, slot.placements, slot.shape
     return DTensor.from_local(
-        part,
-        slot.device_mesh,
-        slot.placements,
-        run_check=False,
-        shape=slot.shape,
-        stride=slot.stride(),
+        part, mesh, placements, run_check=False, shape=shape, stride=slot.stride()
     )

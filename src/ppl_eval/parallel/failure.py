@@ -11,10 +11,10 @@ from ppl_eval.parallel.reduce import reduce_
 
 
 class SharedFailure:
-    """Holds back what this rank alone would raise, until all ranks can raise it.
+    """Keeps the exception of a ``with`` block on this rank until all ranks can raise one.
 
-    Work that may fail on one rank stands in ``with failure:``. An exception ends the block and is
-    kept: every rank must then call one of the methods.
+    Put work that may fail on one rank into ``with failure:``. After it every rank must call one of
+    the methods.
 
     Attributes:
         error: this rank's exception, or None.
@@ -37,14 +37,12 @@ class SharedFailure:
         return False
 
     def raise_if_any(self, group: dist.ProcessGroup | None) -> None:
-        """Raise on every rank if one of them has failed. Reduces one number; ``group`` is all
-        ranks that call this, None for this rank alone."""
-        num_failed = reduce_(torch.tensor([int(self.error is not None)]), group)
-        if num_failed:
+        """:meth:`raise_on_all` if a rank of ``group`` has failed; an all-reduce of one number."""
+        if reduce_(torch.tensor([int(self.error is not None)]), group):
             self.raise_on_all(group)
 
     def raise_on_all(self, group: dist.ProcessGroup | None) -> None:
-        """Raise the error of the first rank that failed; all ranks know that one has.
+        """Raise the error of the lowest rank that failed; call it only if one has.
 
         Args:
             group: all ranks that call this; None for this rank alone.
@@ -57,16 +55,16 @@ class SharedFailure:
         if group is None:
             assert error is not None
             raise error
-        mine = None
+        report = None
         if error is not None:
             lines = "".join(traceback.format_exception(error))
-            mine = isinstance(error, UserError), type(error).__name__, str(error), lines
-        found: list[tuple[bool, str, str, str] | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, mine, group=group)
+            report = isinstance(error, UserError), type(error).__name__, str(error), lines
+        reports: list[tuple[bool, str, str, str] | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, report, group=group)
         rank, (is_user_error, kind, sentence, lines) = next(
-            (rank, each) for rank, each in enumerate(found) if each is not None
+            (rank, each) for rank, each in enumerate(reports) if each is not None
         )
         if is_user_error:
             raise UserError(sentence) from error
-        cause = error or RuntimeError(f"as rank {rank} has it:\n{lines}")
+        cause = error or RuntimeError(f"on rank {rank}:\n{lines}")
         raise RuntimeError(f"rank {rank} failed with {kind}: {sentence}") from cause

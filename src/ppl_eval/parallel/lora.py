@@ -3,29 +3,30 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from ppl_eval.parallel.cut import local_part
 
 
 class AdaptedLinear(nn.Linear):
     """``y = s * (W x + B A x) + bias``, with ``s = magnitude / ||W + B A||`` of each row for DoRA.
 
-    torchtune's and PEFT's layers take the norm of the whole matrix in every forward. It does not
-    depend on the input, so here it is part of a parameter that loading fills.
+    torchtune's and PEFT's layers compute s in every forward. It does not depend on the input, so
+    here it is a parameter that loading fills.
 
     Args:
         in_features: columns of W and A.
         out_features: rows of W and B.
         rank: rows of A, columns of B.
-        bias: whether W has a bias; the adapter does not scale it.
-        is_dora: whether there is a ``dora_scale``, else it is None.
-        device: of the parameters.
-        dtype: of the parameters but ``dora_scale``, which is at least fp32: it scales a whole
-            output feature, so that its rounding would not average out as that of weights does.
+        bias: whether W has a bias; DoRA does not scale it.
+        is_dora: whether there is a ``dora_scale``.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters except ``dora_scale``. That is at least fp32: it scales a
+            whole output feature, so its rounding would not average out as that of weights does.
 
     Attributes:
         lora_a: A.
-        lora_b: B, with alpha / r in it.
-        dora_scale: s [out].
+        lora_b: B, multiplied by alpha / r.
+        dora_scale: s [out]; None for LoRA.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class AdaptedLinear(nn.Linear):
         scale = torch.empty(out_features, device=device, dtype=wide) if is_dora else None
         self.dora_scale = None if scale is None else nn.Parameter(scale)
         for parameter in (*self.lora_a.parameters(), *self.lora_b.parameters(), self.dora_scale):
-            if parameter is not None:  # FSDP2 wants one dtype of all parameters that are trained
+            if parameter is not None:  # FSDP2 needs one dtype for all parameters that are trained
                 parameter.requires_grad_(False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Output features that this rank has, in the dtype of ``input``."""
+        """Under tensor parallelism the output features of this rank; in the dtype of ``input``."""
         out = self.product(input) + self.lora_b(self.lora_a(input))
         if self.dora_scale is not None:
             out = out * local_part(self.dora_scale)
@@ -59,10 +60,5 @@ class AdaptedLinear(nn.Linear):
         return out.to(input.dtype)
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
-        """``W x``; tensor parallelism has its own."""
-        return F.linear(input, self.weight)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        """``W x``, by the rows of W that this rank has."""
+        return F.linear(input, local_part(self.weight))

@@ -1,12 +1,15 @@
-"""This process among the others: its device, its rank, and the default process group."""
+"""This process among the others: its device, the default process group, its peak memory."""
 
 import os
+import resource
+import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ppl_eval.errors import UserError
+from ppl_eval.parallel.reduce import reduce_
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of dtypes in a config."""
@@ -25,13 +28,12 @@ def pick_device(name: str | None, local_rank: int, num_processes: int = 1) -> to
     Args:
         name: ``cpu``, ``cuda``, ``cuda:N`` (one process only), or None for the best there is.
         local_rank: number of this process on its machine; it chooses among several GPUs.
-        num_processes: of all machines.
+        num_processes: number of processes on all machines.
 
     Raises:
-        UserError: a device that this machine or this build of torch lacks.
+        UserError: this machine or this build of torch does not have the device.
     """
-    if name is None:
-        name = device_type(None)
+    name = device_type(None) if name is None else name
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -88,34 +90,29 @@ def start(backend: str, timeout_s: float, device: torch.device) -> None:
     """Join the default process group; every rank calls it once.
 
     Args:
-        backend: ``auto``, ``gloo`` or ``nccl``. auto is gloo on CPU, and on CUDA nccl for CUDA
-            tensors with gloo for CPU tensors.
+        backend: ``gloo`` for CPU, ``nccl`` for CUDA (CPU tensors then go over gloo), or ``auto``.
         timeout_s: seconds that a collective waits for the other ranks.
         device: the device of this process.
 
     Raises:
-        UserError: a backend that does not serve the device, or two processes with one GPU.
+        UserError: the backend is not the one of the device, or two processes have one GPU.
     """
-    if backend == "auto":
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    elif (backend == "nccl") != (device.type == "cuda"):
+    is_cuda = device.type == "cuda"
+    if backend != "auto" and (backend == "nccl") != is_cuda:
         raise UserError(
             f"process_group.backend is {backend}, but the device is {device.type}:"
             " leave it at auto, which takes gloo for cpu and nccl for cuda"
         )
-    elif backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    if device.type == "cuda":
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_s)
+    )
+    if is_cuda:
         _check_gpus_differ(str(torch.cuda.get_device_properties(device).uuid))
 
 
 def _check_gpus_differ(uuid: str) -> None:
-    """Refuse two processes on one GPU, which NCCL does not connect; every rank calls it.
-
-    Args:
-        uuid: names the GPU of this rank among those of all machines.
-    """
+    """Refuse two processes on one GPU, which NCCL cannot connect; every rank calls it with the UUID
+    of its GPU."""
     uuids: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(uuids, uuid)
     for rank, other in enumerate(uuids):
@@ -135,3 +132,16 @@ def stop() -> None:
     """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The largest peak of any process, in GiB; every rank calls it.
+
+    On CUDA what torch allocated, on CPU the resident set of the process, interpreter included.
+    """
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return float(reduce_(torch.tensor(peak, dtype=torch.float64), world(), "max")) / 2**30

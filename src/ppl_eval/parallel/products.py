@@ -1,4 +1,4 @@
-"""Products whose result is fp32 whatever the matrices are."""
+"""Matrix products with fp32 results, also of bf16 and fp16 matrices."""
 
 import torch
 import torch.nn.functional as F
@@ -6,8 +6,8 @@ import torch.nn.functional as F
 CAST_ROWS = 8192
 """Rows of a bf16 or fp16 matrix that are cast to fp32 at a time."""
 
-_CUBLAS_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
-"""torch 2.8 and later give the fp32 sums of a bf16 product, on CUDA."""
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
+"""Whether ``torch.mm`` can return the fp32 sums of a bf16 product on CUDA (torch 2.8 and later)."""
 
 
 def wide_product(x: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -15,14 +15,14 @@ def wide_product(x: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [..., D].
-        weight_VD: plain, in any floating dtype.
+        weight_VD: a plain tensor (no DTensor), in any floating dtype.
 
     Returns:
         [..., V].
     """
     if weight_VD.dtype in (torch.float32, torch.float64):
         return F.linear(x.to(weight_VD.dtype), weight_VD)
-    if x.is_cuda and x.dtype == weight_VD.dtype and _CUBLAS_WIDENS:
+    if x.is_cuda and x.dtype == weight_VD.dtype and _HAS_OUT_DTYPE:
         product = torch.mm(x.flatten(0, -2), weight_VD.T, out_dtype=torch.float32)
         return product.unflatten(0, x.shape[:-1])
     x = x.float()

@@ -1,4 +1,4 @@
-"""The few reductions that evaluation needs, on any backend."""
+"""The collectives that evaluation needs, on any backend."""
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,13 @@ def reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str = "su
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What every rank of ``group`` has, stacked in the order of the ranks.
+    """The tensors of all ranks of ``group``, stacked in the order of the ranks: [ranks, ...].
 
-    Args:
-        tensor: of the same shape and dtype on every rank.
-        group: the ranks.
+    ``tensor`` must have the same shape and dtype on every rank.
     """
     size = dist.get_world_size(group)
     joined = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-    # torch 2.13 renamed it
+    # all_gather_single is its name since torch 2.13
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(joined, tensor.contiguous(), group=group)
     return joined.view(size, *tensor.shape)

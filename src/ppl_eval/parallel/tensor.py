@@ -1,13 +1,12 @@
 """Tensor parallelism for a forward pass: every matrix is split once, whatever the family.
 
 Parameters become DTensors on the ``tp`` mesh, so that FSDP2 shards them further and loading finds
-their placement; the products run on the local parts, because DTensor's dispatch costs more than a
-small layer. A decoder layer communicates two sums of its output, the embedding one; an unmerged
-adapter of a matrix that is split by rows one more, of its rank.
+their placement. The products run on the local parts, because DTensor's dispatch costs more than a
+small layer. A decoder layer makes two all-reduces of its hidden states, the embedding one. An
+unmerged adapter on a matrix that is split by rows adds one of [..., rank].
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +19,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ppl_eval.decoder import Decoder
 from ppl_eval.errors import UserError
-from ppl_eval.parallel.lora import AdaptedLinear, local_part
+from ppl_eval.parallel.cut import local_part
+from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.parallel.products import wide_product
 
 _AXES = {"vocabulary": 0, "columns": 0, "rows": 1}
-"""How a matrix is split -> the axis of its weight.
+"""How a matrix is split -> the dim of its weight that is split. Each rank adds the whole bias of a
+matrix that is split by rows, after the all-reduce. Norms are not split."""
 
-A bias of a matrix that is split by rows is added after the sum, whole. Vectors (norms) stay whole
-on every rank. Of an adapter's two matrices the one that faces a split dim is split with it."""
+_SPLIT_WITH = {"columns": "lora_b", "rows": "lora_a"}
+"""How a matrix is split -> which matrix of its adapter is split in the same way; the other stays
+whole."""
 
 
 def check_heads(
@@ -39,14 +41,14 @@ def check_heads(
         decoder: on any device, not yet split.
         tp: ranks that share a matrix.
         name: what the message calls the model.
-        key: the config key that says ``tp``, for the message.
+        key: the config key of ``tp``, for the message.
 
     Raises:
-        UserError: naming heads, kv heads and tp; or a module that the plan cannot split.
+        UserError: ``tp`` does not divide the heads, or a module cannot be split.
     """
     if tp == 1:
         return
-    model, planned = decoder.model, dict(_planned(decoder))
+    model, planned = decoder.model, _planned(decoder)
     for heads, kv_heads in decoder.num_heads:
         if heads % tp or kv_heads % tp:
             fits = [n for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n]
@@ -56,28 +58,27 @@ def check_heads(
             )
     for path, parameter in model.named_parameters():
         owner = path.rpartition(".")[0]
-        if parameter.ndim > 1 and not _is_known(decoder, owner, planned):
+        if parameter.ndim > 1 and not _can_split(decoder, owner, planned):
             raise UserError(
                 f"{key} is {tp}, but how to split {path} of a"
                 f" {type(model.get_submodule(owner)).__name__} is not known: set {key}=1"
             )
-        if owner in planned and planned[owner] == "vocabulary" and path.endswith(".bias"):
+        if planned.get(owner) == "vocabulary" and path.endswith(".bias"):
             raise UserError(f"{key} is {tp}, but the head has a bias: set {key}=1")
 
 
 def check_groups(model: nn.Module, loss_group: dist.ProcessGroup | None) -> None:
-    """Refuse ranks that share matrices and would read different windows: sums would mix them.
+    """Refuse ranks that share matrices but read different windows: all-reduces would mix them.
 
     Args:
         model: split by :func:`split_decoder` or not.
         loss_group: ranks that read different windows or parts of windows.
 
     Raises:
-        UserError: the model is split over ranks of that group.
+        UserError: the model is split over ranks of ``loss_group``.
     """
-    apart = ranks_of(loss_group)
     for group in tp_groups(model):
-        if len(apart & ranks_of(group)) > 1:
+        if len(ranks_of(loss_group) & ranks_of(group)) > 1:
             raise UserError(
                 "the model is split over tp, so not all processes read different documents: give"
                 " evaluate() the meshes, meshes=..."
@@ -85,7 +86,7 @@ def check_groups(model: nn.Module, loss_group: dist.ProcessGroup | None) -> None
 
 
 def tp_groups(model: nn.Module) -> set[dist.ProcessGroup]:
-    """Groups over which :func:`split_decoder` has split the model: one, or none."""
+    """The group over which :func:`split_decoder` has split the model, if it has."""
     groups: set[Any] = {getattr(module, "tp_group", None) for module in model.modules()}
     return groups - {None}
 
@@ -96,34 +97,33 @@ def ranks_of(group: dist.ProcessGroup | None) -> set[int]:
 
 
 def split_axes(decoder: Decoder) -> dict[str, int]:
-    """Name of each parameter that tp splits -> the axis; the others stay whole on every rank."""
+    """Name of each parameter that tp splits -> the dim; the others stay whole on every rank."""
     return {
         f"{name}.{key}": _AXES[kind]
-        for name, kind in _planned(decoder)
+        for name, kind in _planned(decoder).items()
         for key, parameter in decoder.model.get_submodule(name).named_parameters(recurse=False)
         if parameter.ndim > _AXES[kind]
     }
 
 
 def split_decoder(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Split a decoder's matrices in place over a one-dimensional mesh, before FSDP2 if at all.
+    """Split a decoder's matrices in place over a one-dimensional mesh, before FSDP2 shards them.
 
     No communication. Afterwards the model can evaluate, but not train.
 
     Args:
-        decoder: on the meta device or materialised (equally on all ranks).
+        decoder: on the meta device, or with the same values on all ranks.
         mesh: the ``tp`` mesh; nothing is done on a mesh of one rank.
 
     Raises:
         UserError: see :func:`check_heads`.
     """
-    tp = mesh.size()
-    if tp == 1:
+    if mesh.size() == 1:
         return
-    check_heads(decoder, tp)
+    check_heads(decoder, mesh.size())
     planned = _planned(decoder)
-    decoder.divide_heads(tp)
-    for name, kind in planned:
+    decoder.divide_heads(mesh.size())
+    for name, kind in planned.items():
         module: Any = decoder.model.get_submodule(name)
         axis = _AXES[kind]
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -131,23 +131,22 @@ def split_decoder(decoder: Decoder, mesh: DeviceMesh) -> None:
                 part = distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None)
                 module.register_parameter(key, nn.Parameter(part, requires_grad=False))
         module.tp_group = mesh.get_group()
-        own = type(module)
-        mixin = _split_class(module, kind)
-        # as FSDP2 does; a subclass (Gemma scales its embedding) keeps what it adds
-        bases = (mixin,) if own in (nn.Embedding, nn.Linear, AdaptedLinear) else (own, mixin)
-        module.__class__ = type(f"TensorParallel{own.__name__}", bases, {})
+        before, split = type(module), _split_class(module, kind)
+        # a new class, as FSDP2 makes it; a subclass (Gemma scales its embedding) keeps what it adds
+        bases = (split,) if issubclass(split, before) else (before, split)
+        module.__class__ = type(f"TensorParallel{before.__name__}", bases, {})
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """What one rank has of a head that is split by vocabulary.
+    """This rank's rows of a head or embedding that is split by vocabulary.
 
     Attributes:
-        weight_VD: its rows, possibly none.
-        first: id of the first of them.
+        weight_VD: the rows, possibly none.
+        first: id of the first row.
         largest: most rows that any rank has.
-        group: the ranks that have the others.
-        num_ids: rows of the whole.
+        group: the ranks that share the matrix.
+        num_ids: rows of the whole matrix.
     """
 
     weight_VD: torch.Tensor
@@ -158,17 +157,17 @@ class VocabularyPart:
 
     @property
     def is_last(self) -> bool:
-        """Whether no rank has ids after this one's."""
+        """Whether this is the last rank of the group."""
         return dist.get_rank(self.group) == dist.get_world_size(self.group) - 1
 
     def is_like(self, other: "VocabularyPart") -> bool:
-        """Whether both are of as many ids, split over the same ranks."""
-        ranks = (dist.get_process_group_ranks(part.group) for part in (self, other))
-        return self.num_ids == other.num_ids and len({tuple(r) for r in ranks}) == 1
+        """Whether both have the same number of ids, split over the same ranks."""
+        ranks, others = (dist.get_process_group_ranks(part.group) for part in (self, other))
+        return self.num_ids == other.num_ids and ranks == others
 
 
 def vocabulary_part(module: nn.Module) -> VocabularyPart | None:
-    """This rank's rows of an embedding or head that :func:`split_decoder` split; else None.
+    """This rank's rows of an embedding or head; None unless :func:`split_decoder` has split it.
 
     Under FSDP2 call it inside the root's forward, where the parameter is gathered.
     """
@@ -184,9 +183,7 @@ def vocabulary_part(module: nn.Module) -> VocabularyPart | None:
 
 
 class _EmbeddingRows(nn.Embedding):
-    """Each rank looks up the ids whose rows it has; the others give zero."""
-
-    tp_group: dist.ProcessGroup
+    """Each rank looks up the ids whose rows it has; the others are zero until the all-reduce."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         part = vocabulary_part(self)
@@ -194,18 +191,16 @@ class _EmbeddingRows(nn.Embedding):
         rows = input - part.first
         absent = (rows < 0) | (rows >= len(part.weight_VD))
         if len(part.weight_VD):
-            found = F.embedding(rows.masked_fill(absent, 0), part.weight_VD)
-            found = found.masked_fill_(absent.unsqueeze(-1), 0)
+            out = F.embedding(rows.masked_fill(absent, 0), part.weight_VD)
+            out = out.masked_fill_(absent.unsqueeze(-1), 0)
         else:
-            found = part.weight_VD.new_zeros(*input.shape, part.weight_VD.shape[1])
-        dist.all_reduce(found, group=part.group)
-        return found
+            out = part.weight_VD.new_zeros(*input.shape, part.weight_VD.shape[1])
+        dist.all_reduce(out, group=part.group)
+        return out
 
 
 class _Columns(nn.Linear):
-    """Each rank computes its own output features."""
-
-    tp_group: dist.ProcessGroup
+    """Each rank computes the output features whose rows it has."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else local_part(self.bias)
@@ -213,11 +208,7 @@ class _Columns(nn.Linear):
 
 
 class _Rows(nn.Linear):
-    """Each rank reads its own input features; the outputs are added up, then the bias once.
-
-    Parts and their sum are fp32 and rounded once, as inside one process's product. Rounding the
-    parts too moves a bf16 model's loss as much as bf16 itself does.
-    """
+    """Each rank multiplies its input features; the all-reduced sum gets the bias."""
 
     tp_group: dist.ProcessGroup
 
@@ -226,15 +217,8 @@ class _Rows(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-class _AdaptedColumns(AdaptedLinear):
-    """Each rank computes its own output features; A is whole, B and the scale are its rows."""
-
-    def product(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, local_part(self.weight))
-
-
 class _AdaptedRows(AdaptedLinear):
-    """The outputs of W and those of A are added up over the ranks; what comes after is whole."""
+    """The products with W and with A are all-reduced; B, scale and bias are whole."""
 
     tp_group: dist.ProcessGroup
 
@@ -245,53 +229,47 @@ class _AdaptedRows(AdaptedLinear):
 def _summed_product(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
+    """``x @ weight.T``, added up over the ranks in fp32 and rounded once, as in one process.
+
+    Rounding each rank's part as well moves a bf16 model's loss as much as bf16 itself does.
+    """
     out = wide_product(x, weight)
     dist.all_reduce(out, group=group)
     return out.to(x.dtype)
 
 
-_LINEAR = {"columns": _Columns, "vocabulary": _Columns, "rows": _Rows}
-_ADAPTED = {"columns": _AdaptedColumns, "rows": _AdaptedRows}
-_FACING = {"columns": "lora_b", "rows": "lora_a"}
-
-
 def _split_class(module: nn.Module, kind: str) -> type[nn.Module]:
-    """What a module computes once its parameters are split."""
+    """The class that computes with this rank's part of a module's parameters."""
     if isinstance(module, nn.Embedding):
         return _EmbeddingRows
-    return (_ADAPTED if isinstance(module, AdaptedLinear) else _LINEAR)[kind]
+    if isinstance(module, AdaptedLinear):  # by columns it needs no change: lora_b is a _Columns
+        return _AdaptedRows if kind == "rows" else AdaptedLinear
+    return _Rows if kind == "rows" else _Columns
 
 
-def _is_known(decoder: Decoder, owner: str, planned: Mapping[str, str]) -> bool:
-    """Whether the matrix of the module ``owner`` can be split, or may stay whole."""
+def _can_split(decoder: Decoder, owner: str, planned: dict[str, str]) -> bool:
+    """Whether the matrix of the module ``owner`` can be split, or stays whole in an adapter."""
     module = decoder.model.get_submodule(owner)
     if module is decoder.embedding:
         return isinstance(module, nn.Embedding)
-    adapted, _, part = owner.rpartition(".")
-    name = adapted if part in ("lora_a", "lora_b") else owner
-    # a subclass may do more than a product
-    return name in planned and type(module) in (nn.Linear, AdaptedLinear)
+    adapted = owner.removesuffix(".lora_a").removesuffix(".lora_b")
+    # a subclass may compute more than a product
+    return adapted in planned and type(module) in (nn.Linear, AdaptedLinear)
 
 
-def _planned(decoder: Decoder) -> list[tuple[str, str]]:
-    """(module name, how it is split) for the modules that the model has.
-
-    An adapter adds up to its matrix's output, so B is split as W by columns, and A as W by rows;
-    the other of the two is small and stays whole.
-    """
+def _planned(decoder: Decoder) -> dict[str, str]:
+    """Name of each module that tp splits -> how, adapters included."""
     patterns = {
         re.compile(re.escape(pattern).replace(r"\*", r"\d+")): kind
         for pattern, kind in decoder.split_plan.items()
     }
-    model = decoder.model
-    matrices = [
-        (name, kind)
-        for name, module in model.named_modules()
-        for pattern, kind in patterns.items()
-        if pattern.fullmatch(name) and next(module.parameters(recurse=False), None) is not None
-    ]
-    return matrices + [
-        (f"{name}.{_FACING[kind]}", kind)
-        for name, kind in matrices
-        if isinstance(model.get_submodule(name), AdaptedLinear)
-    ]
+    planned = {}
+    for name, module in decoder.model.named_modules():
+        kinds = (kind for pattern, kind in patterns.items() if pattern.fullmatch(name))
+        kind = next(kinds, None)
+        if kind is None or next(module.parameters(recurse=False), None) is None:
+            continue
+        planned[name] = kind
+        if isinstance(module, AdaptedLinear):
+            planned[f"{name}.{_SPLIT_WITH[kind]}"] = kind
+    return planned

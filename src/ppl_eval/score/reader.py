@@ -12,7 +12,7 @@ from torch import nn
 from ppl_eval.decoder import Decoder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.context import ContextSplit
-from ppl_eval.parallel.groups import Groups
+from ppl_eval.parallel.dims import Groups
 from ppl_eval.parallel.shard import reshard
 from ppl_eval.score.batch import Tokens
 from ppl_eval.score.head import Head, gathered
