@@ -37,18 +37,18 @@ def rank_main(rank: int, count: int, chunk: int, scratch: str) -> None:
     """One comparison, in its own process."""
     import torch
 
-    from ppl_eval.score import teacher_student as pair
+    from ppl_eval.score import scoring
     from ppl_eval.score.head import Head
 
     torch.set_num_threads(1)
-    pair.CHUNK_ELEMENTS = chunk
+    scoring.CHUNK_ELEMENTS = chunk
     heads = [Head.by_weight(torch.randn(VOCABULARY, FEATURES) / 8, fp32=True) for _ in range(2)]
     rows = [torch.randn(count, FEATURES) for _ in range(2)]
     targets = torch.randint(0, VOCABULARY, (count,))
-    pair.compare_rows(rows[0][:64], heads[0], rows[1][:64], heads[1], targets[:64])  # libraries
+    scoring.compare_rows(rows[0][:64], heads[0], rows[1][:64], heads[1], targets[:64])  # libraries
     base = rss_anon()
     with Peak() as peak:
-        pair.compare_rows(rows[0], heads[0], rows[1], heads[1], targets)
+        scoring.compare_rows(rows[0], heads[0], rows[1], heads[1], targets)
     found = {"peak": (peak.value - base) / MIB}
     Path(scratch, f"{rank}.json").write_text(json.dumps(found))
 

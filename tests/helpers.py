@@ -13,7 +13,7 @@ from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_2 import llama3_2
 
 from ppl_eval.model.torchtune_decoder import decoder_of
-from ppl_eval.score.batch import Tokens
+from ppl_eval.score.batch import Batch, Tokens
 from ppl_eval.score.reader import Reader
 from ppl_eval.shipped import embedded_path
 
@@ -103,7 +103,7 @@ def tokens_of(targets, scored):
 def nll_of(model, inputs, targets, scored, **options):
     """NLL [B, T] of the scored targets by the product, 0 elsewhere."""
     reader = Reader(model, decoder_of(model), **options)
-    nll = reader.nll(inputs, tokens_of(targets, scored))
+    nll = reader.nll(Batch(inputs, tokens_of(targets, scored)))
     return nll.new_zeros(targets.shape).masked_scatter(scored, nll)
 
 

@@ -155,11 +155,6 @@ class VocabularyPart:
     group: dist.ProcessGroup
     num_ids: int
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last rank of the group."""
-        return dist.get_rank(self.group) == dist.get_world_size(self.group) - 1
-
     def is_like(self, other: "VocabularyPart") -> bool:
         """Whether both have the same number of ids, split over the same ranks."""
         ranks, others = (dist.get_process_group_ranks(part.group) for part in (self, other))

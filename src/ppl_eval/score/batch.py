@@ -1,4 +1,4 @@
-"""Batch: the tensors of one forward pass; Tokens: what it scores, the unit of all results."""
+"""Batch: the inputs of one forward pass; Tokens: the tokens that it scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -10,18 +10,18 @@ from ppl_eval.parallel.context import ContextSplit
 
 @dataclass(frozen=True)
 class Tokens:
-    """The N scored tokens of a batch that this rank has, window after window.
+    """The N scored tokens of a batch on this rank, window after window; all tensors are int64.
 
-    All tensors are int64. What is found of the tokens are values [N] in the same order.
+    Scores of tokens are tensors [N] in the same order.
 
     Attributes:
-        index_N: place, among the B x T flattened inputs, of the input that predicts the token.
+        index_N: index into the flattened inputs [B x T] of the input that predicts the token.
         target_N: the token's id.
         document_N: number of its document.
-        position_N: place among the document's tokens.
-        context_N: tokens before it in its window, at least 1.
-        window_W: numbers of the batch's windows in the ledger.
-        num_tokens_W: how many of the tokens each window has here. With cp it may be none.
+        position_N: its position in the document.
+        context_N: number of tokens before it in its window, at least 1.
+        window_W: rows of the batch's windows in the ledger.
+        num_tokens_W: number of scored tokens of each window on this rank; with cp it may be 0.
     """
 
     index_N: torch.Tensor
@@ -36,20 +36,15 @@ class Tokens:
         return len(self.index_N)
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Tokens":
-        """The same tokens, each tensor changed."""
+        """The same tokens, ``change`` applied to each tensor."""
         return Tokens(*(change(getattr(self, item.name)) for item in fields(self)))
 
     def part(self, context: ContextSplit, length: int) -> "Tokens":
-        """The tokens that this rank predicts in windows that several ranks share.
-
-        Args:
-            context: how the windows are split.
-            length: positions T of the whole windows.
-        """
+        """The tokens that this rank predicts in whole windows of ``length`` positions that are
+        split by ``context``."""
         own = context.positions(length)
-        local_T = torch.full((max(length, int(own.max()) + 1),), -1).index_copy_(
-            0, own, torch.arange(len(own))
-        )
+        local_T = torch.full((max(length, int(own.max()) + 1),), -1)
+        local_T[own] = torch.arange(len(own))
         row_N, column_N = self.index_N // length, local_T[self.index_N % length]
         kept_N = column_N >= 0
         segment_N = torch.arange(len(self.window_W)).repeat_interleave(self.num_tokens_W)
@@ -67,13 +62,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of some windows, padded on the right, a window in each row.
+    """Windows, one a row, padded on the right.
 
     Attributes:
-        inputs_BT: token ids that the model reads (int64). Padding is id 0 and is never attended to
-            by a scored position, since attention is causal.
-        tokens: the scored tokens; none in a batch that counts nothing.
-        positions_T: places of the inputs in their windows (int64 [T]), or None for 0, 1, 2, ...
+        inputs_BT: token ids that the model reads (int64). Padding is id 0; attention is causal, so
+            no scored position attends to it.
+        tokens: the scored tokens; none in the filler batch of a rank without work.
+        positions_T: positions of the inputs in their windows (int64 [T]); None for 0, 1, 2, ...
     """
 
     inputs_BT: torch.Tensor
@@ -81,15 +76,17 @@ class Batch:
     positions_T: torch.Tensor | None = None
 
     def part(self, context: ContextSplit | None) -> "Batch":
-        """What this rank has of windows that several ranks share."""
+        """This rank's part of whole windows that are split by ``context``."""
         if context is None:
             return self
         length = self.inputs_BT.shape[1]
-        positions_T = context.positions(length).clamp_(max=length - 1)  # padding lies nowhere
+        positions_T = context.positions(length).clamp_(
+            max=length - 1
+        )  # padding may be at any position
         return Batch(context.take(self.inputs_BT), self.tokens.part(context, length), positions_T)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on ``device``; the copies to a GPU do not wait for it."""
+        """The batch on ``device``; copying to a GPU does not wait for it."""
         if self.inputs_BT.device.type == device.type:
             return self
 

@@ -1,18 +1,19 @@
 """How the next-token distributions of a student and its teacher differ, token by token.
 
-All logarithms are natural, p is the teacher's distribution, q the student's, over the ids that both
-have (each renormalised to them where one model has more rows):
+All logarithms are natural. p is the teacher's distribution and q the student's, over the ids that
+both have (renormalised to them where one model has more rows):
 
 - KL(p || q) = sum p (ln p - ln q), and the other way round (Kullback and Leibler 1951);
 - JS = (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2 (Lin 1991), at most ln 2;
 - entropies -sum p ln p; the cross-entropy -sum p ln q is H(p) + KL(p || q).
 
-KL is summed as p (d + e^-d - 1) with d = ln p - ln q, the same sum, since sum p = sum q = 1. Every
-term is at least 0, and an error of the normalisers cancels in first order, so that a small KL is
-not lost in the rounding of large terms.
+KL is summed as p (d + e^-d - 1) with d = ln p - ln q, which is the same sum because sum p = sum q =
+1. Every term is at least 0, and an error of the normalisers cancels in first order, so that a small
+KL is not lost in the rounding of large terms.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ppl_eval.parallel.reduce import all_gather
+from ppl_eval.score.nll import row_blocks, target_logits
 
 MEANS = (
     "kl_teacher_student",
@@ -31,7 +33,7 @@ MEANS = (
     "top1",
     "top5",
 )
-"""What is averaged over tokens as it stands."""
+"""Columns whose mean over tokens is a result."""
 
 COLUMNS = (
     "nll_nats",
@@ -42,27 +44,25 @@ COLUMNS = (
     "top1_id",
     "teacher_top1_id",
 )
-"""What is known of a token. NLL (each model's, over all of its own ids), divergences and entropies
-in nats; top1: whether both have the same most probable id (0 or 1); top5: share of the five most
-probable ids that both have; probability_difference: the student's probability of the token that
-followed less the teacher's; teacher_confidence: the teacher's largest probability."""
+"""The values of a token. NLL (of each model over all of its ids), divergences and entropies are in
+nats. top1: 1 if both models have the same most probable id, else 0. top5: the share of their five
+most probable ids that both models have. probability_difference: the student's probability of the
+token that followed, minus the teacher's. teacher_confidence: the teacher's largest probability."""
 
 TOP = 5
-BLOCK_ELEMENTS = {"cpu": 2**16}
-"""Logits of a model that one pass of element-wise work takes, so that its temporaries stay in a
-CPU's cache; on other devices :data:`LARGE_BLOCK`, so that there are few kernels."""
-
-LARGE_BLOCK = 2**20
+BLOCK_ELEMENTS = defaultdict(lambda: 2**20, cpu=2**16)
+"""Device type -> logits of a model that element-wise work takes at a time: on a CPU so few that
+temporaries stay in its cache, elsewhere so many that there are few kernels."""
 
 
 @dataclass(frozen=True)
 class Ids:
-    """The ids whose logits a rank has.
+    """The ids whose logits this rank has.
 
     Attributes:
-        first: id of the first column of both models.
-        num_shared: ids that both models have, on all ranks.
-        group: ranks that have the other ids, and the same tokens; None if this one has all.
+        first: id of the first column, the same for both models.
+        num_shared: number of ids that both models have, on all ranks together.
+        group: ranks that have the other ids, and the same tokens; None if this rank has all ids.
     """
 
     first: int
@@ -73,27 +73,24 @@ class Ids:
 def compare_logits_(
     student_NV: torch.Tensor, teacher_NV: torch.Tensor, targets_N: torch.Tensor, ids: Ids
 ) -> torch.Tensor:
-    """Compare N tokens; overwrites both logits.
+    """Compare the distributions of N tokens; overwrites both logits.
 
-    Three exchanges over ``ids.group``: the top five of each part, two sums of exponentials, five
-    sums of terms; a few hundred bytes a token.
+    Three collectives over ``ids.group``, a few hundred bytes a token: the top five of each rank,
+    two sums of exponentials, five sums of terms.
 
     Args:
-        student_NV: the student's logits, fp32 or fp64; column 0 is ``ids.first``.
-        teacher_NV: the teacher's; either may have columns that the other lacks, and then they are
-            the last.
+        student_NV: the student's logits, fp32 or fp64; column 0 is the id ``ids.first``.
+        teacher_NV: the teacher's, in the same dtype. Columns that only one model has come last.
         targets_N: the ids that followed (int64), in the whole vocabulary; below ``num_shared``.
-        ids: which columns these are.
+        ids: which ids the columns are.
 
     Returns:
-        ``COLUMNS`` [columns, N] (float64), the same on every rank of the group.
+        :data:`COLUMNS` [columns, N] (float64), the same on every rank of the group.
     """
     models = (student_NV, teacher_NV)
     num_columns = min(max(ids.num_shared - ids.first, 0), *(x.shape[1] for x in models))
     shared = [x[:, :num_columns] for x in models]
-    columns_N = targets_N - ids.first
-    is_split = ids.group is not None
-    outlines = _merged([_outline(x, num_columns, columns_N, is_split) for x in models], ids)
+    outlines = _merged([_outline(x, num_columns, targets_N, ids.first) for x in models], ids.group)
     for x, outline in zip(shared, outlines, strict=True):
         x.sub_(outline.largest_N.to(x.dtype).unsqueeze(1))
     log_sums_N2 = _summed(_exponentials, ids.group, *shared).log_()
@@ -121,11 +118,11 @@ def compare_logits_(
 
 @dataclass(frozen=True)
 class _Outline:
-    """What a rank, or all of them, know of a model's logits before any is normalised; float64.
+    """A model's logits before they are normalised, of one rank or of all ranks (float64).
 
     Attributes:
-        top_Nk: the largest shared logits, in order.
-        top_ids_Nk: their ids.
+        top_Nk: the largest shared logits, in order; -inf where there are fewer than ``TOP``.
+        top_ids_Nk: their ids; -1 where there are fewer.
         log_rest_N: logsumexp of the logits that the other model lacks; -inf if there are none.
         target_N: the logit of the id that followed; 0 on a rank that does not have it.
     """
@@ -140,17 +137,14 @@ class _Outline:
         """The largest shared logit."""
         return self.top_Nk[:, 0]
 
-    def packed(self, first: int) -> torch.Tensor:
-        """All of it as [N, 2 TOP + 2], for ranks whose first column is the id ``first``; float64
-        holds ids exactly."""
-        has_id = self.top_ids_Nk >= 0
-        ids = torch.where(has_id, self.top_ids_Nk + first, self.top_ids_Nk)
+    def packed(self) -> torch.Tensor:
+        """All of it as [N, 2 TOP + 2]; float64 holds ids exactly."""
         others = torch.stack([self.log_rest_N, self.target_N], dim=1)
-        return torch.cat([self.top_Nk, ids.double(), others], dim=1)
+        return torch.cat([self.top_Nk, self.top_ids_Nk.double(), others], dim=1)
 
     @classmethod
     def joined(cls, packed_RNk: torch.Tensor) -> "_Outline":
-        """What all ranks together know, from what each has packed."""
+        """The outline of all ranks, from the packed outline of each."""
         top, ids = (
             packed_RNk[:, :, n * TOP : (n + 1) * TOP].transpose(0, 1).flatten(1) for n in (0, 1)
         )
@@ -160,53 +154,37 @@ class _Outline:
         return cls(top_Nk, ids_Nk, log_rest_RN.logsumexp(dim=0), target_RN.sum(dim=0))
 
 
-def _outline(
-    x_NV: torch.Tensor, num_shared: int, columns_N: torch.Tensor, is_split: bool
-) -> _Outline:
-    """Of one rank's columns; ids are columns. Where they are all there are, the target is there."""
-    top, top_columns = x_NV[:, :num_shared].topk(min(TOP, num_shared), dim=1)
-    lacking = TOP - top.shape[1]
-    absent_N = (columns_N < 0) | (columns_N >= x_NV.shape[1])
-    if not is_split:
-        target_N = x_NV.gather(1, columns_N.unsqueeze(1)).squeeze(1).double()
-    elif x_NV.shape[1]:
-        inside_N1 = columns_N.masked_fill(absent_N, 0).unsqueeze(1)
-        target_N = x_NV.gather(1, inside_N1).squeeze(1).double().masked_fill_(absent_N, 0)
-    else:
-        target_N = torch.zeros(len(x_NV), dtype=torch.float64, device=x_NV.device)
-    rest_NV = x_NV[:, num_shared:]
-    if rest_NV.shape[1]:
-        log_rest_N = rest_NV.double().logsumexp(dim=1)
-    else:
-        log_rest_N = torch.full_like(target_N, -math.inf)
+def _outline(x_NV: torch.Tensor, num_shared: int, targets_N: torch.Tensor, first: int) -> _Outline:
+    """The outline of one rank's columns, of which the first ``num_shared`` are shared."""
+    top_Nk, columns_Nk = x_NV[:, :num_shared].topk(min(TOP, num_shared), dim=1)
+    lacking = TOP - top_Nk.shape[1]
+    target_N = target_logits(x_NV, targets_N - first).double()
+    log_rest_N = torch.full_like(target_N, -math.inf)
+    if x_NV.shape[1] > num_shared:
+        log_rest_N = x_NV[:, num_shared:].double().logsumexp(dim=1)
     return _Outline(
-        F.pad(top.double(), (0, lacking), value=-math.inf),
-        F.pad(top_columns, (0, lacking), value=-1),
+        F.pad(top_Nk.double(), (0, lacking), value=-math.inf),
+        F.pad(columns_Nk + first, (0, lacking), value=-1),
         log_rest_N,
         target_N,
     )
 
 
-def _merged(outlines: Sequence[_Outline], ids: Ids) -> list[_Outline]:
-    """Of all ranks; ids are those of the whole vocabulary. Ids that no rank has are negative."""
-    if ids.group is None:
-        return list(outlines)
-    mine = torch.stack([outline.packed(ids.first) for outline in outlines])
-    return [_Outline.joined(of_ranks) for of_ranks in all_gather(mine, ids.group).unbind(dim=1)]
+def _merged(outlines: Sequence[_Outline], group: dist.ProcessGroup | None) -> Sequence[_Outline]:
+    """The outlines of all ranks together."""
+    if group is None:
+        return outlines
+    packed = torch.stack([outline.packed() for outline in outlines])
+    return [_Outline.joined(packed_RNk) for packed_RNk in all_gather(packed, group).unbind(dim=1)]
 
 
 def _summed(
-    of_rows: Callable[..., torch.Tensor], group: dist.ProcessGroup | None, *tensors: torch.Tensor
+    sums_of: Callable[..., torch.Tensor], group: dist.ProcessGroup | None, *tensors: torch.Tensor
 ) -> torch.Tensor:
-    """``of_rows`` of some rows of the tensors at a time, added up over the ranks: [N, sums]."""
-    count, width = tensors[0].shape
-    elements = BLOCK_ELEMENTS.get(tensors[0].device.type, LARGE_BLOCK)
-    size = max(1, elements // max(1, width))
-    blocks = [
-        of_rows(*(tensor[begin : begin + size] for tensor in tensors))
-        for begin in range(0, count, size)
-    ]
-    sums = torch.cat(blocks)
+    """``sums_of`` blocks of the tensors' rows, added up over the ranks: [N, sums]."""
+    elements = BLOCK_ELEMENTS[tensors[0].device.type]
+    blocks = row_blocks(elements, tensors[0].shape[1], *tensors)
+    sums = torch.cat([sums_of(*block) for block in blocks])
     if group is not None:
         dist.all_reduce(sums, group=group)
     return sums
@@ -224,8 +202,8 @@ def _terms(
     """Sums of both KL, JS and both entropies (teacher, student): [N, 5] float64.
 
     Args:
-        student_NV: logits less the largest; overwritten.
-        teacher_NV: logits less the largest; overwritten.
+        student_NV: logits minus the largest; overwritten.
+        teacher_NV: logits minus the largest; overwritten.
         log_sums_N2: logarithms of the sums of their exponentials (float64).
     """
     log_q = student_NV.sub_(log_sums_N2[:, :1].to(student_NV.dtype))
@@ -243,7 +221,7 @@ def _terms(
 
 def _js_terms(p: torch.Tensor, q: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """(p ln(p / m) + q ln(q / m)) / 2; p / m = 1 + u and q / m = 1 - u with u = tanh(d / 2)."""
-    below_1 = 1 - torch.finfo(d.dtype).eps / 2  # what is lost beyond is below the dtype's epsilon
+    below_1 = 1 - torch.finfo(d.dtype).eps / 2  # ln(1 - u) stays finite, and the error small
     u = torch.tanh(d / 2).clamp_(-below_1, below_1)
     return (p * u.log1p()).add_(q * u.neg_().log1p_()).div_(2)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,23 @@ from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.parallel.products import wide_product
 from ppl_eval.parallel.reduce import all_gather
 from ppl_eval.parallel.tensor import VocabularyPart, vocabulary_part
-from ppl_eval.score.nll import sharded_token_nll_, token_nll_
+from ppl_eval.score.nll import row_blocks, sharded_token_nll_, token_nll_, wide_dtype
 
 CHUNK_ELEMENTS = 2**25
-"""Logits that exist at a time, at most (128 MiB in fp32)."""
+"""Most logits that exist at a time (128 MiB in fp32)."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What turns hidden states into logits and losses.
+    """A function of normed hidden states that gives logits and losses.
 
     Attributes:
         product: hidden states [N, D] -> logits [N, V] before the tail, or this rank's part of them.
-        largest_vocabulary: most logits of a token on any rank.
+        largest_vocabulary: most logits of a token that any rank has.
         tail: what happens to logits after the product; None for nothing.
-        part: which rows of the weight this rank has, if the vocabulary is split.
-        weight_VD: the weight, if ``product`` multiplies by it and does no more.
-        fp32: whether it multiplies in fp32.
+        part: this rank's rows of the weight, if the vocabulary is split.
+        weight_VD: the weight on this rank, if ``product`` only multiplies by it.
+        fp32: whether ``product`` multiplies in fp32.
     """
 
     product: Callable[[torch.Tensor], torch.Tensor]
@@ -53,10 +53,11 @@ class Head:
             owner: the module that holds the weight: a linear layer or the embedding.
             tail: what happens to logits afterwards.
             fp32: compute logits as ``hidden.float() @ weight.float().T``, also of a bf16 model.
-            num_ids: about how many logits the owner gives, if it does not show its weight.
+            num_ids: number of logits of a token, used if the owner has no plain weight.
 
         Raises:
-            UserError: ``fp32`` is asked of a bf16 or fp16 head that is more than a linear layer.
+            UserError: the weight is sharded in an unknown way, or ``fp32`` is asked of a bf16 or
+                fp16 head that is more than a linear layer.
         """
         part = vocabulary_part(owner)
         if part is not None:
@@ -70,11 +71,10 @@ class Head:
         if isinstance(owner, AdaptedLinear):
             return cls(partial(_adapted_product, owner, fp32), len(owner.weight), tail)
         if isinstance(weight, torch.Tensor) and _is_plain(weight):
-            bias: Any = getattr(owner, "bias", None)
-            if isinstance(owner, nn.Embedding) or (_is_linear(owner) and bias is None):
+            if isinstance(owner, nn.Embedding) or (_is_linear(owner) and owner.bias is None):
                 return cls.by_weight(weight, fp32, tail=tail)
             if _is_linear(owner):
-                return cls(partial(_affine_product, weight, bias, fp32), len(weight), tail)
+                return cls(partial(_product, weight, owner.bias, fp32), len(weight), tail)
         dtype = next((p.dtype for p in owner.parameters()), torch.float32)
         if fp32 and dtype.itemsize < 4:
             raise UserError(
@@ -94,73 +94,70 @@ class Head:
     ) -> "Head":
         """The product with a weight, or with this rank's rows of it."""
         largest = len(weight_VD) if part is None else part.largest
-        return cls(partial(_product, weight_VD, fp32), largest, tail, part, weight_VD, fp32)
+        return cls(partial(_product, weight_VD, None, fp32), largest, tail, part, weight_VD, fp32)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] of hidden states, or this rank's part of them."""
+        """Logits [N, V] of normed hidden states, or this rank's part of them."""
         logits_NV = self.product(hidden_ND)
         return logits_NV if self.tail is None else self.tail(logits_NV)
 
     def nll(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """NLL in nats [N], in chunks; every rank that has a part of the vocabulary calls it.
+        """NLL in nats [N] (fp32 or fp64), in chunks; if the vocabulary is split, a collective.
 
         Args:
             hidden_ND: normed hidden states.
             targets_N: the ids that followed (int64).
         """
-        chunk = max(1, CHUNK_ELEMENTS // self.largest_vocabulary)
-        found = [hidden_ND.new_zeros(0, dtype=wide_dtype(hidden_ND))]
-        for rows, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
-            if len(rows):
-                found.append(self._chunk_nll(rows, targets))
-        return torch.cat(found)
+        blocks = row_blocks(CHUNK_ELEMENTS, self.largest_vocabulary, hidden_ND, targets_N)
+        chunks = [self._chunk_nll(*block) for block in blocks]
+        return torch.cat([hidden_ND.new_zeros(0, dtype=wide_dtype(hidden_ND)), *chunks])
 
     def _chunk_nll(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """A function of its own, so that one chunk's logits are gone before the next one's."""
+        """A function of its own, so that a chunk's logits are freed before the next chunk."""
         logits_NV = self.logits(hidden_ND)
         if self.part is None:
             return token_nll_(logits_NV, targets_N)
         return sharded_token_nll_(logits_NV, targets_N, self.part.first, self.part.group)
 
     def split_like(self, other: "Head") -> "Head":
-        """This head with the ids that ``other`` has on this rank; ids that ``other`` lacks go to
-        the last of its ranks.
+        """This head, split like ``other``; ids that ``other`` lacks go to the last of its ranks.
 
-        Ranks that split this head gather its weight, unless both are split alike; so all of them
-        call it.
+        If this head is split differently, its ranks gather the weight, so all of them must call it.
+
+        Raises:
+            UserError: ``other`` is split, and this head is more than a product with a weight.
         """
-        theirs, mine = other.part, self.part
-        if theirs is None and mine is None:
+        part, wanted = self.part, other.part
+        if part is wanted is None or (part and wanted and part.is_like(wanted)):
             return self
-        if theirs is not None and mine is not None and theirs.is_like(mine):
-            return self
-        if mine is None:
-            weight_VD = self.weight_VD
-        else:
-            padded = F.pad(mine.weight_VD, (0, 0, 0, mine.largest - len(mine.weight_VD)))
-            weight_VD = all_gather(padded, mine.group).flatten(0, 1)[: mine.num_ids]
-        if theirs is None:
-            assert weight_VD is not None
-            return self.by_weight(weight_VD, self.fp32, tail=self.tail)
+        weight_VD = self.weight_VD
+        if part is not None:
+            padded = F.pad(part.weight_VD, (0, 0, 0, part.largest - len(part.weight_VD)))
+            weight_VD = all_gather(padded, part.group).flatten(0, 1)[: part.num_ids]
         if weight_VD is None:
             raise UserError(
                 "parallel.tp splits the student's head, but the teacher's head is no plain matrix:"
                 " set parallel.tp=1 and teacher_parallel.tp=1"
             )
-        num_ids = len(weight_VD)
-        end = num_ids if theirs.is_last else theirs.first + theirs.largest
-        rows_VD = weight_VD[theirs.first : end]
-        rows_VD = rows_VD if mine is None else rows_VD.clone()  # or the whole would be kept
-        before_last = theirs.largest * (dist.get_world_size(theirs.group) - 1)
-        largest = max(theirs.largest, num_ids - before_last)
-        part = replace(theirs, weight_VD=rows_VD, largest=largest, num_ids=num_ids)
-        return self.by_weight(rows_VD, self.fp32, part, self.tail)
+        if wanted is None:
+            return self.by_weight(weight_VD, self.fp32, tail=self.tail)
+        num_ids, before_last = (
+            len(weight_VD),
+            wanted.largest * (dist.get_world_size(wanted.group) - 1),
+        )
+        is_last = wanted.first == before_last
+        rows_VD = weight_VD[wanted.first : num_ids if is_last else wanted.first + wanted.largest]
+        if part is not None:  # a view would keep the gathered weight
+            rows_VD = rows_VD.clone()
+        largest = max(wanted.largest, num_ids - before_last)
+        new_part = replace(wanted, weight_VD=rows_VD, largest=largest, num_ids=num_ids)
+        return self.by_weight(rows_VD, self.fp32, new_part, self.tail)
 
 
 @contextmanager
 def gathered(owner: nn.Module) -> Iterator[None]:
-    """Within it the parameters of a module are whole on every rank, also where FSDP2 shards it as a
-    unit of its own; every rank calls it, once a forward pass."""
+    """Within it the parameters of a module are gathered, also where it is an FSDP2 unit of its own;
+    every rank enters it once a forward pass."""
     if not isinstance(owner, FSDPModule):
         yield
         return
@@ -171,24 +168,15 @@ def gathered(owner: nn.Module) -> Iterator[None]:
         owner.reshard()
 
 
-def wide_dtype(rows: torch.Tensor) -> torch.dtype:
-    """What losses are computed in: fp64 of fp64 rows, else fp32."""
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
-
-
-def _product(weight_VD: torch.Tensor, fp32: bool, x_ND: torch.Tensor) -> torch.Tensor:
-    return wide_product(x_ND, weight_VD) if fp32 else F.linear(x_ND, weight_VD)
-
-
-def _affine_product(
-    weight_VD: torch.Tensor, bias_V: torch.Tensor, fp32: bool, x_ND: torch.Tensor
+def _product(
+    weight_VD: torch.Tensor, bias_V: torch.Tensor | None, fp32: bool, x_ND: torch.Tensor
 ) -> torch.Tensor:
-    product_NV = _product(weight_VD, fp32, x_ND)
-    return product_NV + bias_V.to(product_NV.dtype)
+    product_NV = wide_product(x_ND, weight_VD) if fp32 else F.linear(x_ND, weight_VD)
+    return product_NV if bias_V is None else product_NV + bias_V.to(product_NV.dtype)
 
 
 def _adapted_product(owner: AdaptedLinear, fp32: bool, x_ND: torch.Tensor) -> torch.Tensor:
-    """A head with an adapter that is not merged; see :class:`AdaptedLinear`."""
+    """:meth:`AdaptedLinear.forward`, in fp32 if asked."""
     if not fp32:
         return owner.forward(x_ND)
     product_NV = wide_product(x_ND, owner.weight)
@@ -199,10 +187,10 @@ def _adapted_product(owner: AdaptedLinear, fp32: bool, x_ND: torch.Tensor) -> to
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight is a matrix of numbers: not quantised, and no tensor around others."""
+    """Whether a weight is neither quantised nor a tensor subclass that wraps others."""
     return weight.is_floating_point() and not hasattr(weight, "__tensor_flatten__")
 
 
-def _is_linear(owner: nn.Module) -> bool:
+def _is_linear(owner: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module computes ``x @ weight.T + bias``; a subclass may do more."""
     return isinstance(owner, nn.Linear) and type(owner).forward is nn.Linear.forward

@@ -1,9 +1,8 @@
-"""Reader: a model that reads windows, with the process groups that it is laid out on."""
+"""Reader: a model that reads windows, and the process groups over which it is split."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -14,10 +13,10 @@ from ppl_eval.errors import UserError
 from ppl_eval.parallel.context import ContextSplit
 from ppl_eval.parallel.dims import Groups
 from ppl_eval.parallel.shard import reshard
-from ppl_eval.score.batch import Tokens
+from ppl_eval.score.batch import Batch
 from ppl_eval.score.head import Head, gathered
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,13 @@ class Reader:
     """A model on this rank's device, and how the ranks share its work.
 
     Attributes:
-        model: as it is called; sharded or not, perhaps inside DDP or torch.compile. Without a
-            ``decoder`` it maps token ids [B, T] to logits [B, T, V], itself or as ``.logits``.
+        model: what is called; sharded or not, perhaps inside DDP or torch.compile. Without a
+            ``decoder`` it maps token ids [B, T] to logits [B, T, V], or to an object with
+            ``.logits``.
         decoder: its parts, if its library has an adapter.
         groups: ranks that read other windows, and ranks that share a window with this one.
         fp32_logits: compute logits as ``hidden.float() @ weight.float().T``, also of a bf16 model.
-            A bf16 product rounds each logit (0.015 nats rms for a token). False uses that.
+            False: in the model's dtype; bf16 rounds each logit (0.015 nats rms for a token).
     """
 
     model: nn.Module
@@ -45,78 +45,59 @@ class Reader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the first floating-point parameter; fp32 without any."""
+        """The dtype of the first floating-point parameter; fp32 without any."""
         dtypes = (parameter.dtype for parameter in self.model.parameters())
         return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
     @property
     def can_round_layers(self) -> bool:
-        """Whether hooks see the output of each layer: of a decoder that is not compiled."""
+        """Whether hooks see the output of each layer: the model has a decoder, not compiled."""
         return self.decoder is not None and not hasattr(self.model, "_orig_mod")
 
     def read(
         self,
-        inputs_BT: torch.Tensor,
-        positions_T: torch.Tensor | None,
-        choose: Callable[[torch.Tensor], torch.Tensor],
-        then: Callable[[torch.Tensor, Head], Found],
-    ) -> Found:
+        batch: Batch,
+        then: Callable[[torch.Tensor, Head], Result],
+        choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Result:
         """One forward pass that ends in ``then``, where the head can be run.
 
         A decoder computes hidden states at every position; its final norm and its head run on the
         chosen ones only. Every rank that shares the model calls it equally often.
 
         Args:
-            inputs_BT: token ids (int64) on the model's device.
-            positions_T: places of the inputs in their windows (int64), or None for 0, 1, 2, ...
-            choose: hidden states [B, T, D] -> the N rows [N, D] whose logits are wanted. A model
-                without a decoder gives logits [B, T, V] instead.
-            then: takes these rows, normed, and the head. Under FSDP2 it runs inside the root's
-                forward, where parameters are gathered.
+            batch: this rank's part of the windows, on the model's device.
+            then: takes the chosen hidden states [N, D], normed, and the head. Under FSDP2 it runs
+                inside the root's forward, where parameters are gathered.
+            choose: hidden states [B, T, D] (without a decoder: logits [B, T, V]) -> the N rows that
+                ``then`` takes; None: those that predict the batch's scored tokens.
 
         Returns:
             What ``then`` returns.
         """
+        choose = choose or (lambda values_BTD: rows_of(values_BTD, batch.tokens.index_N))
         decoder = self.decoder
         if decoder is None:
-            out = self.model(inputs_BT)
+            out = self.model(batch.inputs_BT)
             logits_NV = choose(getattr(out, "logits", out))
             return then(logits_NV, Head(lambda rows_NV: rows_NV, logits_NV.shape[-1]))
-        found: list[Found] = []
+        results: list[Result] = []
 
         def at_head(hidden_BTD: torch.Tensor) -> torch.Tensor:
             rows_ND = decoder.norm(choose(hidden_BTD))
             owner, tail = decoder.head()
             with gathered(owner):
-                options = {"fp32": self.fp32_logits, "num_ids": decoder.num_ids}
-                found.append(then(rows_ND, Head.of(owner, tail, **options)))
-            return rows_ND  # what the model returns goes through FSDP2, which may cast it
+                head = Head.of(owner, tail, fp32=self.fp32_logits, num_ids=decoder.num_ids)
+                results.append(then(rows_ND, head))
+            return rows_ND  # the model's output goes through FSDP2, which may cast it
 
-        decoder.forward(self.model, inputs_BT, positions_T, at_head)
-        return found[0]
+        decoder.forward(self.model, batch.inputs_BT, batch.positions_T, at_head)
+        return results[0]
 
-    def nll(
-        self, inputs_BT: torch.Tensor, tokens: Tokens, positions_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """NLL in nats of the scored tokens, in one forward pass.
-
-        A head that is split by vocabulary stays split: see
-        :func:`ppl_eval.score.nll.sharded_token_nll_`.
-
-        Args:
-            inputs_BT: token ids (int64) on the model's device.
-            tokens: what is scored; none on a rank that has only padding.
-            positions_T: places of the inputs in their windows, or None for 0, 1, 2, ...
-
-        Returns:
-            [N], fp32 (fp64 from fp64 logits).
-        """
-        return self.read(
-            inputs_BT,
-            positions_T,
-            partial(rows_of, index_N=tokens.index_N),
-            lambda rows_ND, head: head.nll(rows_ND, tokens.target_N),
-        )
+    def nll(self, batch: Batch) -> torch.Tensor:
+        """NLL in nats of the batch's scored tokens, in one forward pass: [N], fp32 (fp64 from fp64
+        logits). ``batch`` is as for :meth:`read`; a rank that has only padding has no tokens."""
+        return self.read(batch, lambda rows_ND, head: head.nll(rows_ND, batch.tokens.target_N))
 
 
 def rows_of(values_BTD: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
@@ -126,12 +107,13 @@ def rows_of(values_BTD: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def evaluating(readers: Sequence[Reader]) -> Iterator[None]:
-    """Models in eval mode, without gradients, their attention split by their contexts.
+    """Within it models are in eval mode, without gradients, and attend over split windows if their
+    windows are split.
 
-    Afterwards every module is in the mode that it was in, and what FSDP2 has gathered is freed.
+    Afterwards every module is in its former mode, and parameters that FSDP2 has gathered are freed.
 
     Raises:
-        UserError: windows are to be split for a model whose attention is not known.
+        UserError: windows are to be split, but it is not known how the model attends.
     """
     was_training = {
         module: module.training for reader in readers for module in reader.model.modules()
@@ -140,7 +122,7 @@ def evaluating(readers: Sequence[Reader]) -> Iterator[None]:
         reader.model.eval()
         reshard(reader.model)
     try:
-        # no_grad, not inference_mode: that would leave FSDP buffers that later training trips over
+        # under inference_mode FSDP2 would keep buffers that later training cannot write to
         with torch.no_grad(), ExitStack() as stack:
             for reader in readers:
                 if reader.decoder is not None:
