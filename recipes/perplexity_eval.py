@@ -9,7 +9,6 @@ runs it, with the same configs.
 import logging
 
 import torch
-from omegaconf import OmegaConf
 
 from ppl_eval import boundary
 from ppl_eval.config import EvalConfig, parse
@@ -24,7 +23,7 @@ from ppl_eval.report.metric_logger import MetricLogger
 from ppl_eval.report.output import RESULTS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer, TokenisingProgress
 from ppl_eval.report.results import assemble, writers
-from ppl_eval.report.terminal import results_text, workload_lines
+from ppl_eval.report.terminal import log_workload, results_text
 
 logger = logging.getLogger("ppl_eval")
 
@@ -50,9 +49,7 @@ class PerplexityEvalRecipe:
         self.device = process_group.pick_device(
             cfg.device, self.ranks.local_rank, self.ranks.world_size
         )
-        self.dtype = process_group.pick_dtype(cfg.dtype, self.device)
-        if cfg.teacher_dtype is not None:
-            process_group.pick_dtype(cfg.teacher_dtype, self.device)
+        process_group.check_dtypes((cfg.dtype, cfg.teacher_dtype), self.device)
         self.dims = ParallelDims.of(cfg.parallel, self.ranks.world_size)
         self.meshes = None  # with one process there are none
         self.timer = Timer()
@@ -71,7 +68,6 @@ class PerplexityEvalRecipe:
         with self.timer.phase("data"):
             self.prepared = preflight.prepare(
                 cfg,
-                self.dtype,
                 process_group.world(),
                 num_ranks=self.dims.batch_size,
                 on_encode=TokenisingProgress(cfg.log_every_s) if self.is_first else None,
@@ -80,12 +76,7 @@ class PerplexityEvalRecipe:
             if self.is_first:
                 self.fingerprints = preflight.fingerprints(self.prepared)
                 self.metric_logger = MetricLogger(cfg.metric_logger)
-        for note in self.prepared.notes:
-            logger.info(note)
-        for warning in self.prepared.warnings:
-            logger.warning("warning: %s", warning)
-        for line in workload_lines(self.workload, str(self.dims), self.dims.batch_size):
-            logger.info(line)
+        log_workload(self.prepared, self.dims)
         self.num_scored = int(self.workload.windows.num_scored.sum())
         if self.output is not None:
             self.output.warn_if_smaller(self.num_scored)
@@ -157,15 +148,9 @@ class PerplexityEvalRecipe:
             device=self.device,
         )
         problem = self.output.publish(writers(content, self.found, self.tokens))
-        self.metric_logger.log_config(OmegaConf.structured(self.cfg))
-        self.metric_logger.log_results(
-            content, step=self.workload.plan.num_steps(self.dims.batch_size)
-        )
-        self.metric_logger.close()
-        print()
-        print(results_text(content, self.output.path.resolve().name), end="\n\n")
-        if content["metrics"]["overflow"]:
-            logger.warning("a perplexity exceeds float64 and is null in results.json: see the NLL")
+        num_steps = self.workload.plan.num_steps(self.dims.batch_size)
+        self.metric_logger.log_results(content, self.cfg, step=num_steps)
+        print(f"\n{results_text(content, self.output.path.resolve().name)}\n")
         if problem or self.metric_logger.problem:
             raise UserError("; ".join(filter(None, (problem, self.metric_logger.problem))))
         print(f"results: {self.output.path / RESULTS}")

@@ -153,7 +153,7 @@ def compare(name, folder, overrides=()):
             *overrides,
         ]
     )
-    ready = preflight.prepare(cfg, torch.float32)
+    ready = preflight.prepare(cfg)
     cpu = torch.device("cpu")
     result = run(load_readers(ready, cfg, ParallelDims(), None, cpu), ready.workload, device=cpu)
     by_document = worst_token = 0.0

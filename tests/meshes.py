@@ -7,7 +7,6 @@ from ppl_eval.evaluation import preflight
 from ppl_eval.evaluation.load import load_readers
 from ppl_eval.evaluation.loop import run
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.process_group import DTYPES
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
@@ -24,7 +23,7 @@ def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
     device = rank_device()
     meshes = dims.build_mesh(device.type)
     cfg = configured(folder, mesh, *overrides, dataset=dataset)
-    ready = preflight.prepare(cfg, DTYPES[cfg.dtype])
+    ready = preflight.prepare(cfg)
     readers = load_readers(ready, cfg, dims, meshes, device)
     return run(readers, ready.workload, device=device)
 
@@ -32,7 +31,7 @@ def on_mesh(folder, mesh, world_size, *overrides, dataset=None):
 def prepared(folder, mesh, *overrides, dataset=None):
     """The checkpoint as it is before any weight is read."""
     cfg = configured(folder, mesh, *overrides, dataset=dataset)
-    return preflight.prepare(cfg, DTYPES[cfg.dtype])
+    return preflight.prepare(cfg)
 
 
 def configured(folder, mesh, *overrides, dataset=None):

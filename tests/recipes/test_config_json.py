@@ -331,7 +331,7 @@ def test_the_notes_are_said_before_the_run(tmp_path):
     (tmp_path / "words.jsonl").write_text('{"text": "3 4 5"}\n')
     args = ["--config", "auto_ppl_eval", f"checkpoint_dir={tmp_path}", "max_documents=1"]
     args += [f"dataset.data_files={tmp_path}/words.jsonl", "tokenizer._component_=helpers.words"]
-    ready = preflight.prepare(load_config(args), torch.float32)
+    ready = preflight.prepare(load_config(args))
     assert [n for n in ready.notes if "sliding_window 16 has no effect" in n]
     assert [n for n in ready.notes if "windows have 64 tokens, all that the model reads" in n]
 

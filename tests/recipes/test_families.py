@@ -260,7 +260,7 @@ def test_gemma_without_a_bos_gets_a_warning(tmp_path, monkeypatch):
     scored = {}
     for bos in ("true", "false"):
         cfg = load_config([*base, f"protocol.add_bos={bos}"])
-        ready = preflight.prepare(cfg, torch.float32)
+        ready = preflight.prepare(cfg)
         scored[bos] = int(ready.workload.windows.num_scored.sum())
         assert len(ready.warnings) == (bos == "false")
     assert scored["true"] == scored["false"] + 2

@@ -261,6 +261,38 @@ def test_records_of_tokens_from_every_mesh(tmp_path):
     assert all(one == pytest.approx(two, abs=1e-4) for one, two in nlls)
 
 
+HELD_TOKENS = """
+import runpy
+import sys
+from ppl_eval.config.command_line import load_for_run
+from ppl_eval.metrics.tokens import TokenRecords
+from ppl_eval.shipped import recipe_path
+
+held = []
+update = TokenRecords.update
+TokenRecords.update = lambda self, tokens, values: held.append(len(tokens)) or update(
+    self, tokens, values
+)
+cfg = load_for_run(sys.argv[1:])
+recipe = runpy.run_path(str(recipe_path()))["PerplexityEvalRecipe"](cfg)
+recipe.setup(cfg)
+recipe.evaluate()
+recipe.cleanup()
+print("held", sum(held), "of", recipe.num_scored)
+"""
+
+
+def test_of_tensor_parallel_ranks_one_holds_the_records_of_tokens(tmp_path):
+    (tmp_path / "script.py").write_text(HELD_TOKENS)
+    args = "--config", "tiny_ppl_eval", "max_documents=3", "save_tokens=true", "parallel.tp=2"
+    ended = run_script(2, tmp_path / "script.py", *args, cwd=tmp_path)
+    (num_held, num_scored), (others, _) = (
+        re.search(r"held (\d+) of (\d+)", process.out).groups() for process in ended
+    )
+    assert num_held == num_scored
+    assert others == "0"
+
+
 SLOW_REPORT = """
     def report(self):
         import time

@@ -107,7 +107,7 @@ def test_a_pointer_of_git_lfs_is_called_one(student, name):
     (student / name).write_text(POINTER)
     args = ["--config", "auto_ppl_eval", f"checkpoint_dir={student}", "dataset.data_files=x"]
     with pytest.raises(UserError, match=f"{name} is a git-lfs pointer, not the file itself: run"):
-        preflight.prepare(load(args), torch.float32)
+        preflight.prepare(load(args))
 
 
 @pytest.mark.parametrize("config", ["auto_ppl_eval", "tiny_ppl_eval"])
@@ -122,7 +122,7 @@ def test_a_pointer_of_git_lfs_is_called_one(student, name):
 def test_a_checkpoint_dir_that_is_no_folder(student, config, name, message):
     args = ["--config", config, f"checkpoint_dir={name.format(student)}", "dataset.data_files=x"]
     with pytest.raises(UserError, match=message.format(student)):
-        preflight.prepare(load(args), torch.float32)
+        preflight.prepare(load(args))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_quantised_weights_without_a_word_in_config_json(student, name, dtype, m
     save_file(weights, student / "model.safetensors")
     args = ["--config", "auto_ppl_eval", f"checkpoint_dir={student}", "dataset.data_files=x"]
     with pytest.raises(UserError, match=f"weights that are quantised{method} are not evaluated"):
-        preflight.prepare(load(args), torch.float32)
+        preflight.prepare(load(args))
 
 
 def test_a_folder_of_gguf_files(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from ranks import run_on_ranks
 
 from ppl_eval import UserError
-from ppl_eval.parallel.process_group import _check_gpus_differ, pick_device, pick_dtype
+from ppl_eval.parallel.process_group import _check_gpus_differ, check_dtypes, pick_device
 
 CUDA = torch.device("cuda", 0)
 
@@ -67,13 +67,13 @@ def test_a_gpu_that_emulates_bf16_is_refused_it(machine):
     """torch counts emulation as support unless it is asked not to."""
     machine(1, major=7)
     with pytest.raises(UserError, match="Tesla T4 does not compute in it: set dtype=fp16"):
-        pick_dtype("bf16", CUDA)
-    assert pick_dtype("fp16", CUDA) is torch.float16
+        check_dtypes(("fp32", "bf16"), CUDA)
+    check_dtypes(("fp16", None), CUDA)
 
 
 def test_a_gpu_that_has_bf16_computes_in_it(machine):
     machine(1, major=8)
-    assert pick_dtype("bf16", CUDA) is torch.bfloat16
+    check_dtypes(("bf16", "fp32"), CUDA)
 
 
 def shared(rank, uuids):

@@ -25,7 +25,6 @@ def check(cfg: EvalConfig, num_processes: int) -> str:
     dims = ParallelDims.of(cfg.parallel, num_processes)
     prepared = preflight.prepare(
         cfg,
-        DTYPES[cfg.dtype],
         num_ranks=dims.batch_size,
         on_encode=TokenisingProgress(cfg.log_every_s),
     )

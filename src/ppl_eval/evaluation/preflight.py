@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-import torch
 import torch.distributed as dist
 
 from ppl_eval import components
@@ -46,7 +45,6 @@ class Preflight:
 
 def prepare(
     cfg: EvalConfig,
-    dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
     *,
     num_ranks: int = 1,
@@ -56,7 +54,6 @@ def prepare(
 
     Args:
         cfg: the checked config; ``max_tokens_per_batch``, if null, is filled in.
-        dtype: the dtype of the student's parameters.
         group: ranks that share the work of tokenising, or None for this process alone.
         num_ranks: data-parallel ranks that will share the batches.
         on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
@@ -69,13 +66,13 @@ def prepare(
     student = prepare_model(
         cfg.model,
         cfg.checkpointer,
-        dtype,
+        process_group.DTYPES[cfg.dtype],
         tp=cfg.parallel.tp,
         cp=cfg.parallel.cp,
         adapter_dir=cfg.adapter.dir,
         merge=cfg.adapter.merge,
     )
-    teacher = _teacher(cfg, dtype) if cfg.has_teacher else None
+    teacher = _teacher(cfg) if cfg.has_teacher else None
     models = [prepared.model for prepared in (student, teacher) if prepared is not None]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
     window, notes = fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
@@ -111,10 +108,9 @@ def prepare(
     return Preflight(student, teacher, tokenizer, workload, warnings, notes + notes_of(documents))
 
 
-def _teacher(cfg: EvalConfig, dtype: torch.dtype) -> PreparedModel:
+def _teacher(cfg: EvalConfig) -> PreparedModel:
     tp, cp = teacher_degrees(cfg)
-    if cfg.teacher_dtype is not None:
-        dtype = process_group.DTYPES[cfg.teacher_dtype]
+    dtype = process_group.DTYPES[cfg.teacher_dtype or cfg.dtype]
     model, checkpointer = cfg.teacher_model, cfg.teacher_checkpointer
     with of_the_teacher():
         return prepare_model(

@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -67,23 +68,18 @@ def pick_device(name: str | None, local_rank: int, num_processes: int = 1) -> to
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the parameters and activations.
+def check_dtypes(names: Iterable[str | None], device: torch.device) -> None:
+    """Check that ``device`` can compute in each of these dtypes; None stands for none.
 
     Raises:
-        UserError: the device cannot compute in it.
+        UserError: it cannot.
     """
-    dtype = DTYPES[name]
-    if (
-        dtype is torch.bfloat16
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if is_old and "bf16" in names:
         raise UserError(
             f"dtype is bf16, but {torch.cuda.get_device_name(device)} does not compute in it:"
             " set dtype=fp16 or dtype=fp32"
         )
-    return dtype
 
 
 def start(backend: str, timeout_s: float, device: torch.device) -> None:

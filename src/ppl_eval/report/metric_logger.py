@@ -4,6 +4,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from ppl_eval import components
 from ppl_eval.errors import one_line
 
@@ -34,24 +36,19 @@ class MetricLogger:
         """Log numbers by name."""
         self._call("log_dict", payload, step=step)
 
-    def log_config(self, config: Any) -> None:
-        """Log the config (OmegaConf's)."""
-        self._call("log_config", config)
-
-    def log_results(self, content: Mapping[str, Any], step: int) -> None:
-        """Log every number of the ``metrics`` and the ``fidelity`` of a results.json.
+    def log_results(self, content: Mapping[str, Any], config: Any, step: int) -> None:
+        """Log the config and every number of ``metrics`` and ``fidelity``, then close the logger.
 
         Args:
             content: what results.json has.
+            config: the run's config, a dataclass.
             step: the run's last.
         """
+        self._call("log_config", OmegaConf.structured(config))
         numbers = dict(content["metrics"])
         numbers |= {f"fidelity/{k}": value for k, value in content.get("fidelity", {}).items()}
         payload = {name: value for name, value in numbers.items() if isinstance(value, float)}
         self.log_dict(payload, step=step)
-
-    def close(self) -> None:
-        """Nothing is logged after this."""
         self._call("close")
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> None:

@@ -1,13 +1,18 @@
 """What a run says on the terminal: what it is about to read, and what it found."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ppl_eval.evaluation.preflight import Preflight
 from ppl_eval.evaluation.workload import Workload
 from ppl_eval.metrics.definitions import FEWEST_DOCUMENTS, exp_or_inf
+from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.plural import counted, some
 from ppl_eval.report.layout import columns, entries, kept, number
 from ppl_eval.report.tables import result_rows, result_table, teacher_rows
+
+logger = logging.getLogger("ppl_eval")
 
 
 def results_text(content: Mapping[str, Any], name: str) -> str:
@@ -23,6 +28,8 @@ def results_text(content: Mapping[str, Any], name: str) -> str:
     parts = [entries(_run_entries(content), 10), result_table(rows)]
     if "fidelity" in content:
         parts.append(_fidelity_text(content["fidelity"]))
+    if content["metrics"]["overflow"]:
+        parts.append("a perplexity exceeds float64 and is null in results.json: see the NLL")
     return "\n\n".join(parts)
 
 
@@ -98,21 +105,20 @@ def _adapted(config: Mapping[str, Any]) -> str:
     return "" if adapter["dir"] is None else f", adapter {adapter['dir']} ({how})"
 
 
-def workload_lines(workload: Workload, mesh: str, num_ranks: int) -> list[str]:
-    """How much is about to run, in two lines.
-
-    Args:
-        workload: what will be scored.
-        mesh: degrees of parallelism, in words.
-        num_ranks: data-parallel ranks.
-    """
+def log_workload(prepared: Preflight, dims: ParallelDims) -> None:
+    """Log what was decided for the user, warnings, and how much is about to run."""
+    workload = prepared.workload
     windows, plan, corpus = workload.windows, workload.plan, workload.corpus
-    return [
+    for note in prepared.notes:
+        logger.info(note)
+    for warning in prepared.warnings:
+        logger.warning("warning: %s", warning)
+    logger.info(
         f"{counted(len(corpus.documents), 'document')},"
         f" {counted(corpus.num_tokens.sum(), 'token')}: {counted(len(windows), 'window')} in"
-        f" {counted(len(plan.batches), 'batch')} ({padding(workload):.1%} padding)",
-        f"{counted(plan.num_steps(num_ranks), 'step')} on {mesh}",
-    ]
+        f" {counted(len(plan.batches), 'batch')} ({padding(workload):.1%} padding)"
+    )
+    logger.info(f"{counted(plan.num_steps(dims.batch_size), 'step')} on {dims}")
 
 
 def padding(workload: Workload) -> float:
