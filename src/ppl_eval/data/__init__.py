@@ -2,6 +2,6 @@
 
 from ppl_eval.data.corpus import named_corpora, text_corpus
 from ppl_eval.data.documents import Document
-from ppl_eval.data.tokenizer import hf_tokenizer
+from ppl_eval.data.tokenizer import HFTokenizer as hf_tokenizer
 
 __all__ = ["Document", "hf_tokenizer", "named_corpora", "text_corpus"]

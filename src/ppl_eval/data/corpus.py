@@ -11,7 +11,7 @@ from ppl_eval import components
 from ppl_eval.data import files
 from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
 from ppl_eval.data.files import Files
-from ppl_eval.data.formats import UNITS, Seen, Wanted, find_columns
+from ppl_eval.data.rows import UNITS, Seen, Wanted, find_columns
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted, some
 

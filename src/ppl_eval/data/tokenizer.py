@@ -193,13 +193,6 @@ class HFTokenizer:
         return {**sample, "tokens": tokens, "mask": mask}
 
 
-def hf_tokenizer(
-    path: str, max_seq_len: int | None = None, special_tokens_in_text: bool = False
-) -> HFTokenizer:
-    """Config component: the tokenizer in a Hugging Face folder. See :class:`HFTokenizer`."""
-    return HFTokenizer(path, max_seq_len, special_tokens_in_text)
-
-
 def wants_bos(tokenizer: TextTokenizer) -> bool:
     """Whether ``add_bos=auto`` puts a BOS before a text: as ``tokenizer.adds_bos`` says, else if
     the tokenizer puts one before the empty string."""

@@ -1,4 +1,4 @@
-"""Rows of text, id and domain -> Arrow tables, and the errors for a missing column or text."""
+"""Rows of text, id and domain -> Arrow tables, with errors for a missing column or text."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ UNITS = ("line", "paragraph", "file")
 Row = tuple[str, Any, Any, Any]
 """(where the row is in its file, such as ``line 3``; text; id or None; domain or None)."""
 
-_BATCH_ROWS = 2048
+BATCH_ROWS = 2048
 _BATCH_CHARACTERS = 2**23
 
 
@@ -77,7 +77,7 @@ def tables(file: File, rows: Iterable[Row], wanted: Wanted) -> Iterator[Any]:
             )
         batch.append(row)
         size += len(text)
-        if len(batch) == _BATCH_ROWS or size > _BATCH_CHARACTERS:
+        if len(batch) == BATCH_ROWS or size > _BATCH_CHARACTERS:
             yield _table(file, batch, wanted)
             batch, size = [], 0
     if batch:
