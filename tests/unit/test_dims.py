@@ -27,7 +27,7 @@ def test_dp_shard_takes_what_is_left():
         ({"tp": 2}, 1, r"does not divide the number of processes, 1,"),
         ({"dp_replicate": 3, "dp_shard": 1}, 2, r"= 3, but 2 processes were started: change"),
         ({"dp_replicate": -1}, 4, r"dp_replicate is -1, but a degree is at least 1"),
-        ({"dp_shard": 0}, 4, r"dp_shard is 0, but it is at least 1, or -1"),
+        ({"dp_shard": 0}, 4, r"dp_shard is 0, but a degree is at least 1"),
         ({"dp_shard": -2}, 4, r"dp_shard is -2"),
         ({"cp": 0}, 4, r"cp is 0"),
         ({"tp": -1}, 4, r"tp is -1"),

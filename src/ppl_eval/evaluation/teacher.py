@@ -1,5 +1,6 @@
 """A teacher: what it must share with its student, and its place on the ranks."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ppl_eval.data.tokenizer import HFTokenizer, TextTokenizer
 from ppl_eval.errors import UserError
 from ppl_eval.model.from_folder import tokenizer_section
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.tensor import ranks_of, tp_groups
+from ppl_eval.parallel.tensor import ranks_of, tp_group
 from ppl_eval.score.reader import Reader
 
 
@@ -147,13 +148,13 @@ def check_same_batches(student: Reader, teacher: Reader) -> None:
         UserError: ranks that share the teacher's matrices or windows read different batches, or
             tp * cp differs between teacher and student.
     """
-    shared = [*tp_groups(teacher.model), teacher.groups.cp]
+    shared = (tp_group(teacher.model), teacher.groups.cp)
     batch_ranks = ranks_of(student.groups.batch)
     mixed = any(len(batch_ranks & ranks_of(group)) > 1 for group in shared)
 
     def size(reader: Reader) -> int:
-        tp = max((len(ranks_of(group)) for group in tp_groups(reader.model)), default=1)
-        return tp * max(1, len(ranks_of(reader.groups.cp)))
+        groups = (tp_group(reader.model), reader.groups.cp)
+        return math.prod(max(1, len(ranks_of(group))) for group in groups)
 
     if mixed or size(student) != size(teacher):
         raise UserError(

@@ -48,17 +48,13 @@ class ParallelDims:
         return cls(*(getattr(parallel, axis) for axis in _AXES), world_size=world_size)
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "cp", "tp"):
-            if getattr(self, name) < 1:
+        for axis in _AXES:
+            degree = getattr(self, axis)
+            if degree < 1 and (axis, degree) != ("dp_shard", -1):
                 raise UserError(
-                    f"parallel.{name} is {getattr(self, name)}, but a degree is at least 1"
+                    f"parallel.{axis} is {degree}, but a degree is at least 1"
                     " (only dp_shard may be -1: the processes that are left)"
                 )
-        if self.dp_shard < 1 and self.dp_shard != -1:
-            raise UserError(
-                f"parallel.dp_shard is {self.dp_shard}, but it is at least 1,"
-                " or -1 for the processes that are left"
-            )
         others = self.dp_replicate * self.cp * self.tp
         if self.dp_shard == -1:
             if self.world_size % others:

@@ -77,18 +77,17 @@ def check_groups(model: nn.Module, loss_group: dist.ProcessGroup | None) -> None
     Raises:
         UserError: the model is split over ranks of ``loss_group``.
     """
-    for group in tp_groups(model):
-        if len(ranks_of(loss_group) & ranks_of(group)) > 1:
-            raise UserError(
-                "the model is split over tp, so not all processes read different documents: give"
-                " evaluate() the meshes, meshes=..."
-            )
+    if len(ranks_of(loss_group) & ranks_of(tp_group(model))) > 1:
+        raise UserError(
+            "the model is split over tp, so not all processes read different documents: give"
+            " evaluate() the meshes, meshes=..."
+        )
 
 
-def tp_groups(model: nn.Module) -> set[dist.ProcessGroup]:
-    """The group over which :func:`split_decoder` has split the model, if it has."""
-    groups: set[Any] = {getattr(module, "tp_group", None) for module in model.modules()}
-    return groups - {None}
+def tp_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The group over which :func:`split_decoder` has split the model; None if it has not."""
+    groups: Any = (getattr(module, "tp_group", None) for module in model.modules())
+    return next((group for group in groups if group is not None), None)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> set[int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ class Head:
         part = vocabulary_part(owner)
         if part is not None:
             return cls.by_weight(part.weight_VD, fp32, part, tail)
-        weight = getattr(owner, "weight", None)
+        weight: Any = getattr(owner, "weight", None)
         if isinstance(weight, DTensor):
             raise UserError(
                 f"the head is a {type(owner).__name__} whose weight is spread over ranks in a way"
@@ -70,11 +70,11 @@ class Head:
             )
         if isinstance(owner, AdaptedLinear):
             return cls(partial(_adapted_product, owner, fp32), len(owner.weight), tail)
-        if isinstance(weight, torch.Tensor) and _is_plain(weight):
-            if isinstance(owner, nn.Embedding) or (_is_linear(owner) and owner.bias is None):
+        if _is_plain(owner):
+            bias = getattr(owner, "bias", None)
+            if bias is None:
                 return cls.by_weight(weight, fp32, tail=tail)
-            if _is_linear(owner):
-                return cls(partial(_product, weight, owner.bias, fp32), len(weight), tail)
+            return cls(partial(_product, weight, bias, fp32), len(weight), tail)
         dtype = next((p.dtype for p in owner.parameters()), torch.float32)
         if fp32 and dtype.itemsize < 4:
             raise UserError(
@@ -141,15 +141,12 @@ class Head:
             )
         if wanted is None:
             return self.by_weight(weight_VD, self.fp32, tail=self.tail)
-        num_ids, before_last = (
-            len(weight_VD),
-            wanted.largest * (dist.get_world_size(wanted.group) - 1),
-        )
-        is_last = wanted.first == before_last
+        first_of_last = wanted.largest * (dist.get_world_size(wanted.group) - 1)
+        num_ids, is_last = len(weight_VD), wanted.first == first_of_last
         rows_VD = weight_VD[wanted.first : num_ids if is_last else wanted.first + wanted.largest]
         if part is not None:  # a view would keep the gathered weight
             rows_VD = rows_VD.clone()
-        largest = max(wanted.largest, num_ids - before_last)
+        largest = max(wanted.largest, num_ids - first_of_last)
         new_part = replace(wanted, weight_VD=rows_VD, largest=largest, num_ids=num_ids)
         return self.by_weight(rows_VD, self.fp32, new_part, self.tail)
 
@@ -186,11 +183,11 @@ def _adapted_product(owner: AdaptedLinear, fp32: bool, x_ND: torch.Tensor) -> to
     return product_NV if owner.bias is None else product_NV + owner.bias
 
 
-def _is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight is neither quantised nor a tensor subclass that wraps others."""
-    return weight.is_floating_point() and not hasattr(weight, "__tensor_flatten__")
-
-
-def _is_linear(owner: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module computes ``x @ weight.T + bias``; a subclass may do more."""
-    return isinstance(owner, nn.Linear) and type(owner).forward is nn.Linear.forward
+def _is_plain(owner: nn.Module) -> bool:
+    """Whether a module is an embedding, or a linear layer that computes no more than its product
+    and bias, with a weight that is neither quantised nor a tensor subclass."""
+    weight = getattr(owner, "weight", None)
+    if not isinstance(weight, torch.Tensor) or hasattr(weight, "__tensor_flatten__"):
+        return False
+    is_product = isinstance(owner, nn.Embedding) or type(owner).forward is nn.Linear.forward
+    return is_product and weight.is_floating_point()
