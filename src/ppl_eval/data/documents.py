@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -73,16 +73,13 @@ class Corpus(Sequence[Document]):
         rows = self._table.select_columns(list(dict.fromkeys(names)))[:] if names else None
         return list(zip(*self._texts(rows, range(len(self)), self._id, self._domain), strict=True))
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, int):
-            number = range(len(self))[index]
-            return self[number : number + 1][0]
+    def __getitem__(self, index: Any) -> Any:
+        """One document, or a list of them for a slice."""
+        numbers = range(len(self))[index]
+        if isinstance(numbers, int):
+            return self[numbers : numbers + 1][0]
         names = self._column, self._id, self._domain
-        columns = self._texts(self._table[index], range(len(self))[index], *names)
+        columns = self._texts(self._table[index], numbers, *names)
         return [Document(str(text), *labels) for text, *labels in zip(*columns, strict=True)]
 
     def _texts(self, rows: Any, numbers: range, *columns: str | None) -> list[list[str | None]]:
@@ -119,7 +116,7 @@ class NamedCorpora(Sequence[Document]):
 
     def first(self, count: int) -> "NamedCorpora":
         """The first ``count`` documents of each data set."""
-        return NamedCorpora({name: _first(part, count) for name, part in self.parts.items()})
+        return NamedCorpora({name: as_documents(part, count) for name, part in self.parts.items()})
 
     def labels(self) -> list[tuple[str | int | None, str | None]]:
         """(id, domain) of every row, without reading the texts."""
@@ -129,18 +126,15 @@ class NamedCorpora(Sequence[Document]):
             for row_id, domain in labels(part)
         ]
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, int):
-            number = range(len(self))[index]
-            return self[number : number + 1][0]
-        start, stop, step = index.indices(len(self))
-        if step != 1:
-            return [self[number] for number in range(start, stop, step)]
+    def __getitem__(self, index: Any) -> Any:
+        """One document, or a list of them for a slice."""
+        numbers = range(len(self))[index]
+        if isinstance(numbers, int):
+            return self[numbers : numbers + 1][0]
+        if numbers.step != 1:
+            return [self[number] for number in numbers]
         found: list[Document] = []
+        start, stop = numbers.start, numbers.stop
         for name, part in self.parts.items():
             inside = part[max(start, 0) : max(stop, 0)]
             found += [replace(d, domain=_below(name, d.domain)) for d in inside]
@@ -150,12 +144,6 @@ class NamedCorpora(Sequence[Document]):
 
 def _below(name: str, domain: str | None) -> str:
     return name if domain is None else f"{name}/{domain}"
-
-
-def _first(documents: Sequence[Document], count: int) -> Sequence[Document]:
-    if isinstance(documents, Corpus | NamedCorpora):
-        return documents.first(count)
-    return documents[:count]
 
 
 def as_documents(rows: Iterable[Any], max_documents: int | None = None) -> Sequence[Document]:

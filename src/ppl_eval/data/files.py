@@ -127,8 +127,9 @@ def find(
     if repeated:
         raise UserError(f"dataset.data_files names {repeated[0]} twice: name each file once")
     kind = loader or _loader_of(names)
+    found = tuple(File(n, Path(path), kind) for n, path in zip(names, paths, strict=True))
     # the datasets library calls the split of single files so
-    return _files(some(names, 3), kind, {"train": list(zip(names, paths, strict=True))})
+    return Files(some(names, 3), kind, {"train": found})
 
 
 def _is_local(source: str) -> bool:
@@ -185,10 +186,10 @@ def _of_folder(folder: Path, loader: str | None) -> Files:
             f"the README.md of {folder} says which of its files are which split, and is not read:"
             " set dataset.data_files to the files, or dataset.source to the subfolder with them"
         )
-    found = glob.glob(os.path.join(glob.escape(str(folder)), "**"), recursive=True)
+    paths = glob.glob(os.path.join(glob.escape(str(folder)), "**"), recursive=True)
     known = [
         path
-        for path in map(Path, sorted(found))
+        for path in map(Path, sorted(paths))
         if _suffixes(path.name)[0] in SUFFIXES and not path.is_dir()
         # such as __MACOSX, which the datasets library leaves out, too
         if not any(part.startswith("__") for part in path.relative_to(folder).parts[:-1])
@@ -205,8 +206,8 @@ def _of_folder(folder: Path, loader: str | None) -> Files:
     chosen = {path for paths in splits.values() for path in paths}
     left_out = tuple(str(path) for path in known if path not in chosen)
     kind = loader or _loader_of([str(path) for path in sorted(chosen)])
-    named = {split: [(str(path), path) for path in paths] for split, paths in splits.items()}
-    return _files(str(folder), kind, named, left_out)
+    found = {s: tuple(File(str(path), path, kind) for path in paths) for s, paths in splits.items()}
+    return Files(str(folder), kind, found, left_out)
 
 
 def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
@@ -227,17 +228,6 @@ def _by_names(folder: Path, known: Sequence[Path]) -> dict[str, list[Path]]:
         for split, names in files.items()
     }
     return {split: paths for split, paths in splits.items() if paths} or {"train": [*known]}
-
-
-def _files(
-    name: str,
-    loader: str,
-    splits: Mapping[str, Sequence[tuple[str, str | Path]]],
-    left_out: tuple[str, ...] = (),
-) -> Files:
-    """Files from split -> (name, path) of each."""
-    files = {s: tuple(File(n, Path(p), loader) for n, p in found) for s, found in splits.items()}
-    return Files(name, loader, files, left_out)
 
 
 def _suffixes(name: str) -> tuple[str, str]:

@@ -63,22 +63,13 @@ def sliding(length: np.ndarray, size: int, advance: int, *, lead: bool) -> Windo
     before them. The last one ends with the document.
     """
     beyond_first = np.maximum(length - size, 0)
-    count = np.where(length > 0, 1 + -(-beyond_first // advance), 0)
-    document, nth = _numbered(count)
+    document, nth = _numbered(np.where(length > 0, 1 + -(-beyond_first // advance), 0))
     start = nth * advance
-    end = np.minimum(start + size, length[document])
+    num_tokens = np.minimum(size, length[document] - start)
     num_skipped = np.where(nth > 0, size - advance, 0)
     bare = (num_skipped == 0) & (not lead)
     no_context = np.bincount(document[bare], minlength=len(length))
-    return _kept(
-        length,
-        document,
-        start,
-        end - start,
-        num_skipped + bare,
-        np.full(len(document), lead),
-        no_context=no_context,
-    )
+    return _kept(length, document, start, num_tokens, num_skipped + bare, lead, no_context)
 
 
 def rolling(length: np.ndarray, size: int) -> Windows:
@@ -87,8 +78,7 @@ def rolling(length: np.ndarray, size: int) -> Windows:
     A later window has one token before its predictions; the last one, if it predicts fewer, has as
     many as fill the window.
     """
-    count = -(-length // size)
-    document, nth = _numbered(count)
+    document, nth = _numbered(-(-length // size))
     end = np.minimum((nth + 1) * size, length[document])
     start = np.where(nth > 0, end - size - 1, 0)
     num_skipped = np.where(nth > 0, nth * size - start, 0)
@@ -100,17 +90,9 @@ def blocks(length: np.ndarray, size: int, *, lead: bool) -> Windows:
     dropped."""
     count = length // size
     document, nth = _numbered(count)
-    num_skipped = np.full(len(document), 0 if lead else 1)
-    return _kept(
-        length,
-        document,
-        nth * size,
-        np.full(len(document), size),
-        num_skipped,
-        np.full(len(document), lead),
-        no_context=np.zeros(len(length), dtype=np.int64) if lead else count,
-        truncated=length - count * size,
-    )
+    bare = int(not lead)
+    dropped = length - count * size
+    return _kept(length, document, nth * size, size, bare, lead, count * bare, dropped)
 
 
 def second_halves(length: np.ndarray, context: int, *, lead: bool) -> Windows:
@@ -121,17 +103,9 @@ def second_halves(length: np.ndarray, context: int, *, lead: bool) -> Windows:
     """
     count = (length + lead) // context
     document, nth = _numbered(count)
-    read = context - lead
+    read, num_skipped = context - lead, context // 2 + (not lead)
     unread = np.where(count > 0, length - count * read, length)
-    return _kept(
-        length,
-        document,
-        nth * context,
-        np.full(len(document), read),
-        np.full(len(document), context // 2 + (not lead)),
-        np.full(len(document), lead),
-        truncated=unread,
-    )
+    return _kept(length, document, nth * context, read, num_skipped, lead, truncated=unread)
 
 
 def _numbered(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -144,27 +118,25 @@ def _kept(
     length: np.ndarray,
     document: np.ndarray,
     start: np.ndarray,
-    num_tokens: np.ndarray,
-    num_skipped: np.ndarray,
-    has_lead: np.ndarray,
-    *,
-    no_context: np.ndarray | None = None,
-    truncated: np.ndarray | None = None,
+    num_tokens: np.ndarray | int,
+    num_skipped: np.ndarray | int,
+    has_lead: np.ndarray | bool,
+    no_context: np.ndarray | int = 0,
+    truncated: np.ndarray | int = 0,
 ) -> Windows:
-    """The windows that score something; what is left of a document was context only."""
-    nothing = np.zeros(len(length), dtype=np.int64)
-    no_context = nothing if no_context is None else no_context.astype(np.int64)
-    truncated = nothing if truncated is None else truncated.astype(np.int64)
-    kept = num_tokens > num_skipped
-    scored = nothing.copy()
-    np.add.at(scored, document[kept], (num_tokens - num_skipped)[kept])
+    """The windows that score something; what is left of a document was context only.
+
+    A number stands for an array of equal values.
+    """
+    columns = np.broadcast_arrays(document, start, num_tokens, num_skipped, has_lead)
+    kept = columns[2] > columns[3]
+    document, start, num_tokens, num_skipped, has_lead = (column[kept] for column in columns)
+    no_context, truncated = (
+        np.broadcast_to(tokens, length.shape).astype(np.int64) for tokens in (no_context, truncated)
+    )
+    scored = np.zeros(len(length), dtype=np.int64)
+    np.add.at(scored, document, num_tokens - num_skipped)
+    rest = length - scored - no_context - truncated
     return Windows(
-        document=document[kept],
-        start=start[kept],
-        num_tokens=num_tokens[kept],
-        num_skipped=num_skipped[kept],
-        has_lead=has_lead[kept],
-        no_context=no_context,
-        truncated=truncated,
-        context_only=length - scored - no_context - truncated,
+        *(document, start, num_tokens, num_skipped, has_lead), no_context, truncated, rest
     )
