@@ -42,15 +42,15 @@ class Tokens:
     def part(self, context: ContextSplit, length: int) -> "Tokens":
         """The tokens that this rank predicts in whole windows of ``length`` positions that are
         split by ``context``."""
-        own = context.positions(length)
-        local_T = torch.full((max(length, int(own.max()) + 1),), -1)
-        local_T[own] = torch.arange(len(own))
+        positions = context.positions(length)
+        local_T = torch.full((max(length, int(positions.max()) + 1),), -1)
+        local_T[positions] = torch.arange(len(positions))
         row_N, column_N = self.index_N // length, local_T[self.index_N % length]
         kept_N = column_N >= 0
         segment_N = torch.arange(len(self.window_W)).repeat_interleave(self.num_tokens_W)
         counts_W = segment_N[kept_N].bincount(minlength=len(self.window_W))
         return Tokens(
-            index_N=(row_N * len(own) + column_N)[kept_N],
+            index_N=(row_N * len(positions) + column_N)[kept_N],
             target_N=self.target_N[kept_N],
             document_N=self.document_N[kept_N],
             position_N=self.position_N[kept_N],
@@ -80,9 +80,8 @@ class Batch:
         if context is None:
             return self
         length = self.inputs_BT.shape[1]
-        positions_T = context.positions(length).clamp_(
-            max=length - 1
-        )  # padding may be at any position
+        # padding may be at any position, but not beyond those that the model knows
+        positions_T = context.positions(length).clamp_(max=length - 1)
         return Batch(context.take(self.inputs_BT), self.tokens.part(context, length), positions_T)
 
     def to(self, device: torch.device) -> "Batch":

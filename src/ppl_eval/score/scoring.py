@@ -99,10 +99,11 @@ class Scorer:
         return part.tokens, dict(zip(COLUMNS, values_CN, strict=True))
 
     def _aligned(self, teacher: Head, student: Head) -> Head:
+        """The teacher's head, split like the student's; kept if that took communication."""
         if self._aligned_head is not None:
             return self._aligned_head
         head = teacher.split_like(student)
-        if head is not teacher and teacher.part is not None:  # it took communication
+        if head is not teacher and teacher.part is not None:
             self._aligned_head = head
         return head
 
