@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval import components
-from ppl_eval.data import files
+from ppl_eval.data import files, hub
 from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
 from ppl_eval.data.files import Files
 from ppl_eval.data.rows import UNITS, Seen, Wanted, find_columns
@@ -64,13 +64,8 @@ def text_corpus(
         wanted = Wanted(column, domain_column, unit)
         if isinstance(local, Files):
             return _read_files(local, split, wanted)
-        if local is not None:
-            origin, splits = str(local), _load_saved(local)
-        else:
-            from ppl_eval.data import hub
-
-            origin = str(source)
-            splits = hub.load(origin, name, revision)
+        origin = str(local or source)
+        splits = _load_saved(local) if local else hub.load(origin, name, revision)
         rows = _choose(splits, split, origin)
     seen = Seen()
     _, id_column, domain_column = find_columns(origin, rows.column_names, wanted, seen)

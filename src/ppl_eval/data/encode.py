@@ -1,14 +1,13 @@
 """Documents -> token ids, counted by all ranks together.
 
-Every rank needs the token count of every document, but the ids of few. So each rank tokenises its
-share, the counts are added up once, and a rank encodes again what it scores and did not count. A
-text that all ranks read, such as one joined from all documents, is tokenised by every rank at once.
+Every rank needs the token count of every document, but the ids of few. So each rank tokenises a
+share, one all-reduce adds up the counts, and a rank tokenises again what it scores but did not
+count. Documents joined into one, or fewer than the ranks, are tokenised by every rank.
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -110,7 +109,7 @@ class EncodedCorpus:
     fingerprint: str
     _encoder: Encoder
     _group: dist.ProcessGroup | None
-    _ids: "OrderedDict[int, np.ndarray]"
+    _ids: dict[int, np.ndarray]
     _may_forget: bool
     _failure: SharedFailure | None = None
     _num_kept: int = field(init=False)
@@ -129,10 +128,8 @@ class EncodedCorpus:
             UserError: the text has another number of tokens here than where it was counted.
         """
         wanted = sorted(set(documents))
-        if self._failure is None:
-            return self._fetch(wanted)
-        if self._failure.error is None:
-            with self._failure:
+        if self._failure is None or self._failure.error is None:
+            with self._failure or nullcontext():
                 return self._fetch(wanted)
         return {n: np.zeros(self.num_tokens[n], dtype=np.int32) for n in wanted}
 
@@ -173,8 +170,8 @@ class EncodedCorpus:
                 self._num_kept += len(ids)
         found = {n: self._ids[n] for n in wanted}
         while self._may_forget and self._num_kept > _KEPT_TOKENS and len(self._ids) > 1:
-            _, ids = self._ids.popitem(last=False)  # the oldest
-            self._num_kept -= len(ids)
+            oldest = next(iter(self._ids))
+            self._num_kept -= len(self._ids.pop(oldest))
         return found
 
 
@@ -190,21 +187,19 @@ def encode_corpus(
     """Tokenise this rank's share and add up the counts over ``group``.
 
     Args:
-        documents: the same on every rank; joined, if the protocol joins them. Streams that were
-            joined, and documents that are fewer than the ranks, are tokenised by every rank.
+        documents: the same on every rank; joined, if the protocol joins them.
         tokenizer: the same on every rank.
         protocol: decides which special tokens are added, and how words are counted.
         vocab_size: rows of the model's embedding; an id outside is an error.
         group: ranks that share the counting (CPU tensors are reduced over it); None: this rank
             counts everything.
-        on_encode: called on this rank with the documents of its share that are done, and all of
-            its share, after every few of them.
+        on_encode: called on this rank every few documents with (documents done, documents of its
+            share).
 
     Raises:
-        UserError: a token id that the model does not have, or ranks that see different corpora; the
-            same on every rank.
-        RuntimeError: the data set or the tokenizer has failed on one of several ranks; raised on
-            every rank.
+        UserError: a token id that the model does not have, or ranks that see different corpora.
+            Every rank raises it.
+        RuntimeError: the data set or the tokenizer has failed on one of several ranks; likewise.
     """
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     least, most = _extremes(np.asarray([len(documents)]), group)
@@ -217,7 +212,7 @@ def encode_corpus(
     is_shared = len(documents) >= size > 1 and protocol.separator is None
     runs = _runs(len(documents), *((rank, size) if is_shared else (0, 1)))
     counts = np.zeros((6, len(documents)), dtype=np.int64)
-    ids: OrderedDict[int, np.ndarray] = OrderedDict()
+    ids: dict[int, np.ndarray] = {}
     failure = SharedFailure()
     with failure:
         for numbers in runs:
@@ -266,8 +261,8 @@ def _count(
     counts: np.ndarray,
     ids: dict[int, np.ndarray],
 ) -> None:
-    """Tokenise some documents: ``ids`` gets the ids of each, its column of ``counts`` the tokens,
-    bytes, characters, words and lost bytes, and a hash of its content."""
+    """Tokenise documents into ``ids`` and their columns of ``counts``: tokens, bytes, characters,
+    words, lost bytes, hash of the content."""
     chosen = documents[numbers.start : numbers.stop]
     contents = [_content(document, n) for n, document in zip(numbers, chosen, strict=True)]
     ids.update(zip(numbers, encoder.ids(chosen, numbers), strict=True))
@@ -289,8 +284,7 @@ def _extremes(values: np.ndarray, group: dist.ProcessGroup | None) -> tuple[np.n
 
 
 def check_ids(ids: Iterable[int | None], vocab_size: int, where: str) -> None:
-    """Refuse ids that the model's embedding does not have. None is no id; ``where`` names the
-    ids' owner in the error."""
+    """Refuse ids, None aside, that the embedding does not have; the error names their owner."""
     for index in ids:
         if index is not None and not 0 <= index < vocab_size:
             raise UserError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppl_eval.data import hub
 from ppl_eval.errors import UserError
 from ppl_eval.plural import some
 
@@ -38,8 +39,7 @@ class File:
     """A file of this machine.
 
     Attributes:
-        name: as errors call it.
-        path: where it lies.
+        name: as the user wrote it, or its address, for errors.
         loader: text, json, csv, parquet or arrow.
     """
 
@@ -63,8 +63,8 @@ class Files:
     """The files of a data set.
 
     Attributes:
-        name: as errors call them together.
-        loader: what each of them is.
+        name: for errors about all of them.
+        loader: text, json, csv, parquet or arrow, the same for all files.
         splits: name of a split -> its files, in the order in which they are read.
         left_out: files of the folder that are in no split.
     """
@@ -120,8 +120,6 @@ def find(
         return folder if is_saved else _of_folder(folder, loader)
     names = paths = [path for pattern in patterns for path in _expand(pattern, key)]
     if any("://" in path for path in paths):
-        from ppl_eval.data import hub
-
         names, paths = hub.download(paths)
     repeated = [name for number, name in enumerate(names) if name in names[:number]]
     if repeated:

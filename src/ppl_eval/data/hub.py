@@ -4,7 +4,6 @@ import errno
 import os
 import socket
 import threading
-import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -60,6 +59,8 @@ def out_of_reach(address: str) -> str | None:
     Slow hosts, and hosts behind a proxy, also give None: the library that connects to them has
     time-outs.
     """
+    import urllib.request  # takes 40 ms, which most runs need not spend
+
     parts = urlsplit(address)
     host, port = parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)
     proxies = urllib.request.getproxies()

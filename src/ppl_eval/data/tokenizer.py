@@ -68,11 +68,8 @@ class HFTokenizer:
         fallback = 0 if self.eos_id is None else self.eos_id
         self.pad_id = fallback if pad_id is None else pad_id
         self.stop_tokens = [] if self.eos_id is None else [self.eos_id]
-        self.special_tokens = {
-            token.content: index
-            for index, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added_tokens = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {t.content: index for index, t in added_tokens.items() if t.special}
         added = self._tokenizer.encode("").ids
         if self.bos_id is None and _split_of_added(added, self._tokenizer.encode("a").ids) > 0:
             self.bos_id = added[0]
@@ -120,16 +117,13 @@ class HFTokenizer:
             lead, joined = self._plain("\n"), self._plain("\n" + text)
             # where the line break merged with the text there is no clean cut
             ids = joined[len(lead) :] if joined[: len(lead)] == lead else ids
-        if add_bos and self.bos_id is not None:
-            ids = [self.bos_id, *ids]
-        if add_eos and self.eos_id is not None:
-            ids = [*ids, self.eos_id]
-        return ids
+        before = [self.bos_id] if add_bos and self.bos_id is not None else []
+        after = [self.eos_id] if add_eos and self.eos_id is not None else []
+        return [*before, *ids, *after]
 
     def tokens(self) -> dict[int, str]:
         """Id -> token, added ones included."""
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        return {index: token for token, index in vocabulary.items()}
+        return {index: token for token, index in self._tokenizer.get_vocab().items()}
 
     def cuts(self) -> str:
         """The sections of tokenizer.json that decide where a text is cut, as JSON."""
@@ -155,15 +149,11 @@ class HFTokenizer:
             missing = {c for c in set(text) if not c.isspace() and not self._plain(c)}
             return sum(len(character.encode()) for character in text if character in missing)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        kept = set()
+        lost = set(range(len(text)))
         for index, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if index != self._unknown_id:
-                kept.update(range(begin, end))
-        return sum(
-            len(character.encode())
-            for number, character in enumerate(text)
-            if number not in kept and not character.isspace()
-        )
+                lost.difference_update(range(begin, end))
+        return sum(len(text[number].encode()) for number in lost if not text[number].isspace())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text behind ``token_ids``."""
@@ -194,8 +184,8 @@ class HFTokenizer:
 
 
 def wants_bos(tokenizer: TextTokenizer) -> bool:
-    """Whether ``add_bos=auto`` puts a BOS before a text: as ``tokenizer.adds_bos`` says, else if
-    the tokenizer puts one before the empty string."""
+    """Whether ``add_bos=auto`` puts a BOS before a text: ``tokenizer.adds_bos``, else whether the
+    tokenizer puts one before the empty string."""
     adds_bos = getattr(tokenizer, "adds_bos", None)
     if adds_bos is not None:
         return adds_bos
@@ -220,15 +210,14 @@ def difference(tokenizer: TextTokenizer, other: TextTokenizer) -> str | None:
     :func:`fingerprint_of`. What comes before or after a text (BOS, templates) does not count.
     """
     if not (isinstance(tokenizer, HFTokenizer) and isinstance(other, HFTokenizer)):
-        ids, theirs = (text_encoder(each)([_PROBE])[0] for each in (tokenizer, other))
-        return None if ids == theirs else "they give a text different ids"
-    tokens, theirs = tokenizer.tokens(), other.tokens()
-    for index in sorted(tokens.keys() & theirs.keys()):
-        if tokens[index] != theirs[index]:
-            return f"id {index} is {tokens[index]!r} in one and {theirs[index]!r} in the other"
-    if tokenizer.cuts() != other.cuts():
-        return "they cut texts differently"
-    return None
+        ids, other_ids = (text_encoder(each)([_PROBE])[0] for each in (tokenizer, other))
+        return None if ids == other_ids else "they give a text different ids"
+    tokens, other_tokens = tokenizer.tokens(), other.tokens()
+    for index in sorted(tokens.keys() & other_tokens.keys()):
+        one, another = tokens[index], other_tokens[index]
+        if one != another:
+            return f"id {index} is {one!r} in one and {another!r} in the other"
+    return None if tokenizer.cuts() == other.cuts() else "they cut texts differently"
 
 
 _PROBE = (
