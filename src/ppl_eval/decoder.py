@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ppl_eval.parallel.context import ContextSplit
 
 Tail = Callable[[torch.Tensor], torch.Tensor]
-"""What happens to logits [N, V] after the head's product: a function of each logit by itself, such
-as a soft cap or a scale. It may overwrite them."""
+"""Applied to logits [N, V] after the head's product, to each by itself, such as a soft cap or a
+scale. It may overwrite them."""
 
 
 class Decoder(Protocol):
@@ -57,8 +57,8 @@ class Decoder(Protocol):
     def split_plan(self) -> Mapping[str, str]: ...
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that a checkpoint fills, by name. Others, such as the tables
-        of a rotary embedding, are computed."""
+        """Parameters and buffers by name, without those that are computed, not loaded (the tables
+        of a rotary embedding)."""
         ...
 
     def forward(
@@ -71,13 +71,13 @@ class Decoder(Protocol):
         """One forward pass that ends where the final norm and the head would run.
 
         Args:
-            wrapped: the model as its user calls it, perhaps inside DDP or torch.compile.
+            wrapped: the model as it is called, perhaps inside DDP or torch.compile.
             inputs_BT: token ids (int64).
             positions_T: places of the inputs in their windows (int64 [T] or [B, T]); None stands
                 for 0, 1, 2, ...
-            at_head: called once, inside the forward of the FSDP2 root (where the root's parameters
-                are gathered), with the hidden states [B, T, D] before the final norm. The forward
-                pass returns what it returns.
+            at_head: called once with the hidden states [B, T, D] before the final norm, inside the
+                forward of the FSDP2 root, where its parameters are gathered. Its return value is
+                the forward's.
         """
         ...
 
@@ -91,8 +91,7 @@ class Decoder(Protocol):
         ...
 
     def split_attention(self, context: "ContextSplit | None") -> AbstractContextManager[None]:
-        """Within it every layer attends over windows that are split by ``context``; None changes
-        nothing.
+        """Within it, attention is over windows split by ``context``; None changes nothing.
 
         Raises:
             UserError: see :meth:`check_attention`.
@@ -112,7 +111,7 @@ class Decoder(Protocol):
         ...
 
     def divide_heads(self, tp: int) -> None:
-        """Tell every layer that this rank has one ``tp``-th of its heads."""
+        """Tell every layer that this rank has 1 / ``tp`` of its heads."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Causal attention with what torch's kernel lacks: sliding windows, soft caps, split windows.
 
-Where a mask is needed queries are taken in blocks, so that no mask or score matrix of queries x
-keys ever exists.
+Where a mask is needed, queries are taken in blocks: a mask or score matrix of all queries x keys
+never exists.
 """
 
 from dataclasses import dataclass, field
@@ -14,20 +14,19 @@ from torch.nn.attention.bias import causal_lower_right
 from ppl_eval.parallel.context import ContextSplit
 
 QUERY_BLOCK = 512
-"""Queries that are attended at a time where a mask is needed."""
+"""Queries in a block, at most, where a mask is needed."""
 
 SCORE_ELEMENTS = 2**25
-"""Scores that exist at a time, at most, where they must be seen (soft caps)."""
+"""Scores in a block, at most, where soft caps need the scores themselves."""
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What torch's attention kernels on CUDA take. For others it builds all scores at once."""
+"""What torch's attention kernels on CUDA take. For other dtypes torch builds all scores at once."""
 
 
 class Seen(Protocol):
     """Which keys a query sees. Queries and keys are places in a window; none sees a later key.
 
-    If :meth:`first_key` is 0 for the last query of a window, then every query sees all keys up to
-    its own place.
+    If :meth:`first_key` of the last query is 0, every query sees all keys up to its own place.
     """
 
     def first_key(self, query: int) -> int:
@@ -54,7 +53,7 @@ class Causal:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """A query sees its own key and those before it, at most ``size`` (Mistral's sliding_window)."""
+    """A query sees the last ``size`` keys, its own included (Mistral's sliding_window)."""
 
     size: int
 
@@ -91,50 +90,50 @@ class Attention:
             k_BHSK: keys of all S positions.
             v_BHSK: values, the same shape as the keys.
         """
-        length, num_keys = q_BHTK.shape[2], k_BHSK.shape[2]
-        if self.soft_cap is None and self.seen.first_key(num_keys - 1) == 0:
-            q, k, v = q_BHTK, k_BHSK, v_BHSK
-            if q.is_cuda and q.dtype not in _KERNEL_DTYPES:
-                return self._in_blocks(q, k, v)
+        q, k, v, length, num_keys = q_BHTK, k_BHSK, v_BHSK, q_BHTK.shape[2], k_BHSK.shape[2]
+        is_plain = self.soft_cap is None and self.seen.first_key(num_keys - 1) == 0
+        if is_plain and (not q.is_cuda or q.dtype in _KERNEL_DTYPES):
             if length == num_keys:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
             if q.is_cuda:  # its kernels know this mask; elsewhere it would be built whole
-                mask = causal_lower_right(length, num_keys)
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        return self._in_blocks(q_BHTK, k_BHSK, v_BHSK)
-
-    def _in_blocks(
-        self, q_BHTK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor
-    ) -> torch.Tensor:
-        (num_rows, num_heads, length, _), num_keys = q_BHTK.shape, k_BHSK.shape[2]
-        offset, step, blocks = num_keys - length, QUERY_BLOCK, []
+                return self._attended(q, k, v, causal_lower_right(length, num_keys))
+        first, step, blocks = num_keys - length, QUERY_BLOCK, []
         if self.soft_cap is not None:
-            step = max(1, min(step, SCORE_ELEMENTS // (num_rows * num_heads * num_keys)))
-        for first in range(offset, num_keys, step):
-            stop = min(first + step, num_keys)
-            begin = self.seen.first_key(first)
-            q = q_BHTK[:, :, first - offset : stop - offset]
-            k, v = k_BHSK[:, :, begin:stop], v_BHSK[:, :, begin:stop]
+            step = max(1, min(step, SCORE_ELEMENTS // (q.shape[0] * q.shape[1] * num_keys)))
+        for queries in q.split(step, dim=2):
+            begin, stop = self.seen.first_key(first), first + queries.shape[2]
             queries_T1 = torch.arange(first, stop, device=q.device).unsqueeze(1)
             mask = self.seen.mask(queries_T1, torch.arange(begin, stop, device=q.device))
-            if self.soft_cap is None:
-                attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-            else:
-                attended = _soft_capped(q, k, v, mask, self.soft_cap, self.scale)
-            blocks.append(attended)
+            keys, values = k[:, :, begin:stop], v[:, :, begin:stop]
+            blocks.append(self._attended(queries, keys, values, mask))
+            first = stop
         return torch.cat(blocks, dim=2)
+
+    def _attended(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Attended values of one block of queries; a soft cap needs the scores themselves."""
+        if self.soft_cap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = soft_capped(q @ k.transpose(2, 3), self.soft_cap / scale)
+        if scores.requires_grad:
+            scores = (scores * scale).masked_fill(~mask, -torch.inf)
+        else:
+            scores.mul_(scale).masked_fill_(~mask, -torch.inf)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        return weights.to(v.dtype) @ v
 
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """:class:`Attention` where each rank has the queries, keys and values of its two chunks.
+    """:class:`Attention` where each rank of ``cp`` has the two chunks of a window that are its own.
 
-    Keys and values are gathered with as few heads as the model has of them, and each chunk of
-    queries attends to the keys up to its own end.
+    All-gathers the keys and values, each head once, before query heads that share it repeat it.
 
     Attributes:
-        whole: what is computed of whole windows.
-        context: how the windows are split.
+        whole: the attention of whole windows.
+        context: how windows are split over ranks.
         queries_per_key: query heads that share a key head.
     """
 
@@ -143,10 +142,10 @@ class SplitAttention:
     queries_per_key: int
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attended values of this rank's q, k, v [B, H, 2c, K]."""
+        """Attended values [B, H, 2c, K] of this rank's q, k, v, where c is a chunk's length."""
         repeats, size = self.queries_per_key, q.shape[2] // 2
-        own = torch.stack([k[:, ::repeats], v[:, ::repeats]])
-        keys, values = self.context.gather(own, dim=3).repeat_interleave(repeats, dim=2)
+        local = torch.stack([k[:, ::repeats], v[:, ::repeats]])
+        keys, values = self.context.gather(local, dim=3).repeat_interleave(repeats, dim=2)
         attended = []
         for chunk, queries in zip(self.context.chunks, q.split(size, dim=2), strict=True):
             end = (chunk + 1) * size
@@ -160,22 +159,3 @@ def soft_capped(logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
     if logits.requires_grad:
         return soft_cap * torch.tanh(logits / soft_cap)
     return logits.div_(soft_cap).tanh_().mul_(soft_cap)
-
-
-def _soft_capped(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    soft_cap: float,
-    scale: float | None,
-) -> torch.Tensor:
-    """Attended values where the scores themselves are needed, of one block of queries."""
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = soft_capped(q @ k.transpose(2, 3), soft_cap / factor)
-    if scores.requires_grad:
-        scores = (scores * factor).masked_fill(~mask, -torch.inf)
-    else:
-        scores.mul_(factor).masked_fill_(~mask, -torch.inf)
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return weights.to(v.dtype) @ v

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,22 +16,8 @@ from ppl_eval.errors import UserError
 from ppl_eval.model.attention import Attention, SplitAttention, soft_capped
 from ppl_eval.parallel.context import ContextSplit
 
-SPLIT_PLAN = {
-    "tok_embeddings": "vocabulary",
-    "layers.*.attn.q_proj": "columns",
-    "layers.*.attn.k_proj": "columns",
-    "layers.*.attn.v_proj": "columns",
-    "layers.*.attn.output_proj": "rows",
-    "layers.*.mlp.w1": "columns",
-    "layers.*.mlp.w3": "columns",
-    "layers.*.mlp.w2": "rows",
-    "output": "vocabulary",
-}
-"""How each matrix of torchtune's decoders is split; all families share these names. A tied head has
-no entry: it reads the embedding's."""
-
 _at_head: ContextVar[Callable[[torch.Tensor], torch.Tensor]] = ContextVar("at_head")
-"""What the forward pass that runs now ends in. A forward may run inside another's end."""
+"""What the current forward pass ends in. A student's forward runs inside its teacher's end."""
 
 
 class CappedHead(nn.Module):
@@ -51,15 +38,11 @@ class CappedHead(nn.Module):
         return soft_capped(self.head(hidden), self.soft_cap)
 
 
+@dataclass(frozen=True)
 class LayerAttention:
-    """Takes the place of what torchtune's MultiHeadAttention calls after its rotary embedding.
+    """Replaces ``_attention_call``, which torchtune's MultiHeadAttention calls on rotated q, k."""
 
-    Args:
-        attention: what is computed of queries, keys and values.
-    """
-
-    def __init__(self, attention: Attention | SplitAttention) -> None:
-        self.attention = attention
+    attention: Attention | SplitAttention
 
     def __call__(
         self,
@@ -70,7 +53,7 @@ class LayerAttention:
         dropout_p: float,
         is_causal: bool,
     ) -> torch.Tensor:
-        """Attended values of q, k, v [B, H, T, K]; no layer may ask for a mask of its own."""
+        """Attended values of q, k, v [B, H, T, K]; raises UserError if the layer gives a mask."""
         if mask is not None:
             raise UserError(
                 "a layer gives its attention a mask, which only plain attention can take"
@@ -85,20 +68,31 @@ class TorchtuneDecoder:
         model: torchtune's TransformerDecoder, on any device, sharded or not.
     """
 
-    split_plan: Mapping[str, str] = SPLIT_PLAN
+    split_plan: Mapping[str, str] = {
+        "tok_embeddings": "vocabulary",
+        "layers.*.attn.q_proj": "columns",
+        "layers.*.attn.k_proj": "columns",
+        "layers.*.attn.v_proj": "columns",
+        "layers.*.attn.output_proj": "rows",
+        "layers.*.mlp.w1": "columns",
+        "layers.*.mlp.w3": "columns",
+        "layers.*.mlp.w2": "rows",
+        "output": "vocabulary",
+    }
+    """The same for all families. A tied head has no entry: it reads the embedding's weight."""
 
     def __init__(self, model: TransformerDecoder) -> None:
         self.model = model
 
     @property
-    def layers(self) -> Sequence[nn.Module]:
-        """Its decoder layers."""
+    def layers(self) -> Sequence[Any]:
+        """torchtune's TransformerSelfAttentionLayers."""
         layers: Any = self.model.layers
         return layers
 
     @property
     def embedding(self) -> nn.Embedding:
-        """Its input embedding."""
+        """The input embedding."""
         return self.model.tok_embeddings
 
     @property
@@ -114,8 +108,12 @@ class TorchtuneDecoder:
     @property
     def num_heads(self) -> list[tuple[int, int]]:
         """(query heads, key and value heads) of each layer."""
-        attentions = (self._attention(layer) for layer in self.layers)
-        return [(attention.num_heads, attention.num_kv_heads) for attention in attentions]
+        return [(layer.attn.num_heads, layer.attn.num_kv_heads) for layer in self.layers]
+
+    @property
+    def attentions(self) -> list[Attention | None]:
+        """What each layer's attention computes of whole windows; None where it is not known."""
+        return [_attention_of(layer.attn) for layer in self.layers]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """torchtune computes all of its buffers, so these are the parameters."""
@@ -162,53 +160,35 @@ class TorchtuneDecoder:
         if context is None:
             yield
             return
-        known = self._known_attention(f"parallel.cp is {context.size}", "parallel.cp=1")
-        before = [attention._attention_call for attention, _ in known]
-        for attention, whole in known:
-            queries_per_key = attention.num_heads // attention.num_kv_heads
+        self.check_attention(f"parallel.cp is {context.size}", "parallel.cp=1")
+        before = [layer.attn._attention_call for layer in self.layers]
+        for layer, whole in zip(self.layers, self.attentions, strict=True):
+            assert whole is not None
+            queries_per_key = layer.attn.num_heads // layer.attn.num_kv_heads
             split = SplitAttention(whole, context, queries_per_key)
-            attention._attention_call = LayerAttention(split)
+            layer.attn._attention_call = LayerAttention(split)
         try:
             yield
         finally:
-            for (attention, _), call in zip(known, before, strict=True):
-                attention._attention_call = call
-
-    @property
-    def attentions(self) -> list[Attention | None]:
-        """What each layer's attention computes of whole windows; None where it is not known."""
-        return [_attention_of(self._attention(layer)) for layer in self.layers]
+            for layer, call in zip(self.layers, before, strict=True):
+                layer.attn._attention_call = call
 
     def check_attention(self, why: str, instead: str) -> None:
         """Refuse a layer that masks in a way that is not known."""
-        self._known_attention(why, instead)
-
-    def _known_attention(self, why: str, instead: str) -> list[tuple[Any, Attention]]:
-        """Each layer's attention module, and what it computes of whole windows."""
-        found = []
         for layer, attention in zip(self.layers, self.attentions, strict=True):
-            module = self._attention(layer)
             if attention is None:
-                raise UserError(
-                    f"{why}, but how a {type(module).__name__} masks is not known: set {instead}"
-                )
-            found.append((module, attention))
-        return found
+                kind = type(layer.attn).__name__
+                raise UserError(f"{why}, but how a {kind} masks is not known: set {instead}")
 
     def divide_heads(self, tp: int) -> None:
         """torchtune's attention counts its heads by these attributes."""
         for layer in self.layers:
-            attention = self._attention(layer)
-            attention.num_heads //= tp
-            attention.num_kv_heads //= tp
-
-    @staticmethod
-    def _attention(layer: Any) -> Any:
-        return layer.attn
+            layer.attn.num_heads //= tp
+            layer.attn.num_kv_heads //= tp
 
 
 def decoder_of(model: nn.Module) -> TorchtuneDecoder | None:
-    """The decoder inside a model, or None for a module of another kind, which gives logits."""
+    """The decoder inside DDP or torch.compile's wrapper; None for any other module."""
     inner = unwrapped(model)
     return TorchtuneDecoder(inner) if isinstance(inner, TransformerDecoder) else None
 
