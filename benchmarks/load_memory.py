@@ -117,8 +117,8 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     base, disk_before = rss_anon(), disk_reads()
     with Peak() as peak:
         if loader == "ppl_eval":
-            check_names(model, checkpoint)
-            load(model, checkpoint, torch.device("cpu"))
+            check_names(TorchtuneDecoder(model), checkpoint)
+            load(TorchtuneDecoder(model), checkpoint, torch.device("cpu"))
         else:
             load_with_torchtune(model, checkpoint, sharded=world_size > 1)
     largest = max(p.numel() * p.element_size() for p in model.parameters())

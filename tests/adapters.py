@@ -14,6 +14,7 @@ from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_names import check_names
 from ppl_eval.model.load import load
+from ppl_eval.model.torchtune_decoder import decoder_of
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 TOKENS = torch.randint(3, 500, (2, 23), generator=torch.Generator().manual_seed(7))
@@ -83,14 +84,14 @@ def prepared(node, checkpointer, folder=None, *, merge=True, dtype=torch.float32
     adapter = read_adapter(str(folder), checkpoint, model, slots) if folder else None
     if adapter and not merge:
         install(model, adapter)
-    check_names(model, checkpoint, adapter)
+    check_names(decoder_of(model), checkpoint, adapter)
     return model, checkpoint, adapter
 
 
 def loaded(*args, **options):
     """The model with its weights, and the adapter."""
     model, checkpoint, adapter = prepared(*args, **options)
-    load(model, checkpoint, torch.device("cpu"), adapter=adapter)
+    load(decoder_of(model), checkpoint, torch.device("cpu"), adapter=adapter)
     return model.eval(), adapter
 
 

@@ -166,7 +166,7 @@ def compare(name, folder, overrides=()):
             with torch.no_grad():
                 log_probs = model(inputs).logits.double().log_softmax(dim=-1)
                 every = torch.ones_like(targets).bool()
-                ours = nll_of(ready.student.model, inputs, targets, every)
+                ours = nll_of(ready.student.decoder.model, inputs, targets, every)
             theirs = -log_probs.gather(2, targets.unsqueeze(2)).squeeze(2)
             worst_token = max(worst_token, float((ours - theirs).abs().max()))
             nll += float(theirs.sum())

@@ -60,7 +60,7 @@ def on_mesh(dims, section, node, folder, merge, dtype):
     model, checkpoint, adapter = prepared(node, section, folder, merge=merge, dtype=dtype)
     split_decoder(decoder_of(model), meshes.tp)
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(model, checkpoint, CPU, adapter=adapter)
+    load(decoder_of(model), checkpoint, CPU, adapter=adapter)
     return model
 
 

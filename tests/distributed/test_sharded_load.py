@@ -28,7 +28,7 @@ def prepared(name, folder=None):
     cfg = load_config(["--config", NAMES[name], *([f"checkpoint_dir={folder}"] if folder else [])])
     checkpoint = Checkpoint.open(cfg.checkpointer)
     model = build_on_meta(cfg.model, torch.float32, checkpoint.config)
-    check_names(model, checkpoint)
+    check_names(decoder_of(model), checkpoint)
     return model, checkpoint
 
 
@@ -44,7 +44,7 @@ def load_sharded(rank, name, dp_replicate):
     dims = ParallelDims(dp_replicate=dp_replicate, world_size=dist.get_world_size())
     meshes = dims.build_mesh(rank_device().type)
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(model, checkpoint, rank_device())
+    load(decoder_of(model), checkpoint, rank_device())
     local = sum(
         (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes()
         for p in model.parameters()
@@ -98,7 +98,7 @@ def load_on_two_axes(rank):
         },
     )
     fully_shard(model, mesh=mesh["fsdp"])
-    load(model, checkpoint, torch.device("cpu"))
+    load(decoder_of(model), checkpoint, torch.device("cpu"))
     truth = expected("tiny_teacher")
     kinds = {tuple(type(p).__name__ for p in t.placements) for t in model.parameters()}
     assert ("_StridedShard", "Shard") in kinds
@@ -117,7 +117,7 @@ def load_distributed_checkpoint(rank, folder):
 
     model, checkpoint = prepared("tiny_teacher")
     shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
-    load(model, checkpoint, torch.device("cpu"))
+    load(decoder_of(model), checkpoint, torch.device("cpu"))
     state = {"model": model.state_dict(), "epochs_run": 1}
     save(state, storage_writer=FileSystemWriter(f"{folder}/dist_epoch_0"))
 
@@ -131,10 +131,10 @@ def read_distributed_checkpoint(rank, folder):
     }
     checkpoint = Checkpoint.open(node)
     model = build_on_meta(cfg.model, torch.float32, checkpoint.config)
-    check_names(model, checkpoint)
+    check_names(decoder_of(model), checkpoint)
     meshes = ParallelDims(world_size=dist.get_world_size()).build_mesh("cpu")
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(model, checkpoint, torch.device("cpu"))
+    load(decoder_of(model), checkpoint, torch.device("cpu"))
     truth = expected("tiny_teacher")
     return [k for k, p in model.named_parameters() if not torch.equal(p.full_tensor(), truth[k])]
 
@@ -148,7 +148,7 @@ def load_damaged(rank, folder):
     model, checkpoint = prepared("tiny_student", folder)
     shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
     try:
-        load(model, checkpoint, torch.device("cpu"))
+        load(decoder_of(model), checkpoint, torch.device("cpu"))
     except UserError as error:
         return str(error)
     return None
@@ -180,7 +180,7 @@ def collectives_of_loading(rank):
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        load(model, checkpoint, torch.device("cpu"))
+        load(decoder_of(model), checkpoint, torch.device("cpu"))
     return seen
 
 

@@ -92,7 +92,7 @@ def test_whole_tensors_are_not_uploaded(written, kind, folder, merge):
         with one_of(FSDP * TP, rank):
             shard(model, DeviceMesh("cuda", torch.arange(FSDP * TP).view(FSDP, TP)))
             with FakeCuda() as cuda:
-                load(model, checkpoint, CUDA, adapter=adapter)
+                load(TorchtuneDecoder(model), checkpoint, CUDA, adapter=adapter)
             shards = [parameter.to_local() for parameter in model.parameters()]
             assert {(shard.device, shard.dtype) for shard in shards} >= {(CUDA, torch.bfloat16)}
             assert sum(shard.numel() for shard in shards) < 0.35 * whole(model)

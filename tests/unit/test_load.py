@@ -17,6 +17,7 @@ from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_names import check_names
 from ppl_eval.model.load import load
+from ppl_eval.model.torchtune_decoder import decoder_of
 
 STUDENT = shipped.embedded_path("tiny_student")
 TEACHER = shipped.embedded_path("tiny_teacher")
@@ -41,8 +42,8 @@ def meta_model(name="tiny_ppl_eval", dtype=torch.float32, **changes):
 def loaded(node, model=None):
     model = meta_model() if model is None else model
     checkpoint = Checkpoint.open(node)
-    check_names(model, checkpoint)
-    load(model, checkpoint, torch.device("cpu"))
+    check_names(decoder_of(model), checkpoint)
+    load(decoder_of(model), checkpoint, torch.device("cpu"))
     return dict(model.named_parameters())
 
 
@@ -430,4 +431,4 @@ def test_config_json_without_sizes(student):
 
 
 def test_the_dtype_of_the_checkpoint():
-    assert check_names(meta_model(), Checkpoint.open(section(STUDENT))) == "float32"
+    assert check_names(decoder_of(meta_model()), Checkpoint.open(section(STUDENT))) == "float32"

@@ -6,7 +6,6 @@ from ppl_eval.evaluation import preflight
 from ppl_eval.evaluation.teacher import teacher_dims
 from ppl_eval.evaluation.workload import Workload
 from ppl_eval.model.prepare import PreparedModel
-from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.process_group import DTYPES
 from ppl_eval.plural import counted
@@ -47,8 +46,8 @@ def check(cfg: EvalConfig, num_processes: int) -> str:
 
 def _model(prepared: PreparedModel, dims: ParallelDims, dtype: str) -> str:
     itemsize = DTYPES[dtype].itemsize
-    num_parameters = sum(p.numel() for p in prepared.model.parameters())
-    num_on_rank = num_parameters_of_rank(TorchtuneDecoder(prepared.model), dims)
+    num_parameters = sum(p.numel() for p in prepared.decoder.model.parameters())
+    num_on_rank = num_parameters_of_rank(prepared.decoder, dims)
     return (
         f"{prepared.component}, {num_parameters:,} parameters, {_size(num_parameters * itemsize)}"
         f" in {dtype} ({_size(num_on_rank * itemsize)} on each of {dims.world_size})"

@@ -6,7 +6,6 @@ from ppl_eval.config.schema import EvalConfig
 from ppl_eval.evaluation.preflight import Preflight
 from ppl_eval.evaluation.teacher import of_the_teacher, teacher_dims
 from ppl_eval.model.prepare import PreparedModel
-from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import Groups, Meshes, ParallelDims
 from ppl_eval.score.reader import Reader
 
@@ -37,8 +36,8 @@ def load_readers(
 
     def read(prepared: PreparedModel, meshes: Meshes | None, reshard: bool) -> Reader:
         prepared.load(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
-        model, fp32_logits = prepared.model, cfg.logits_dtype == "fp32"
-        return Reader(model, decoder_of(model), Groups.of(meshes), fp32_logits)
+        decoder, fp32_logits = prepared.decoder, cfg.logits_dtype == "fp32"
+        return Reader(decoder.model, decoder, Groups.of(meshes), fp32_logits)
 
     reshard = cfg.parallel.reshard_after_forward
     readers = [read(ready.student, meshes, reshard)]

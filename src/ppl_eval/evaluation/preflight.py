@@ -17,7 +17,7 @@ from ppl_eval.data.tokenizer import TextTokenizer, fingerprint_of
 from ppl_eval.evaluation.model_limits import fit_window
 from ppl_eval.evaluation.teacher import check_tokenizer, of_the_teacher, teacher_degrees
 from ppl_eval.evaluation.workload import Workload, prepare_workload
-from ppl_eval.model.prepare import PreparedModel, num_ids, prepare_model
+from ppl_eval.model.prepare import PreparedModel, prepare_model
 from ppl_eval.parallel import process_group
 from ppl_eval.plural import counted
 
@@ -73,7 +73,8 @@ def prepare(
         merge=cfg.adapter.merge,
     )
     teacher = _teacher(cfg) if cfg.has_teacher else None
-    models = [prepared.model for prepared in (student, teacher) if prepared is not None]
+    decoders = [student.decoder] if teacher is None else [student.decoder, teacher.decoder]
+    models, num_ids = [d.model for d in decoders], [d.num_ids for d in decoders]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
     window, notes = fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
     options = {**asdict(cfg.protocol), "max_seq_len": window}
@@ -82,7 +83,7 @@ def prepare(
     if teacher is not None:
         notes += tuple(f"the teacher: {note}" for note in teacher.notes)
         warnings += tuple(f"the teacher: {warning}" for warning in teacher.warnings)
-        notes += tuple(check_tokenizer(cfg, tokenizer, *map(num_ids, models)))
+        notes += tuple(check_tokenizer(cfg, tokenizer, *num_ids))
     budget = batch_budget(cfg.max_tokens_per_batch, process_group.device_type(cfg.device))
     cfg.max_tokens_per_batch = budget
     documents = build_dataset(cfg.dataset, "dataset", tokenizer)
@@ -92,7 +93,7 @@ def prepare(
         protocol,
         max_tokens_per_batch=budget,
         max_documents=cfg.max_documents,
-        vocab_size=min(map(num_ids, models)),
+        vocab_size=min(num_ids),
         group=group,
         on_encode=on_encode,
     )

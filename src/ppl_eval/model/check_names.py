@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from ppl_eval.adapter.merge import Adapter
 from ppl_eval.checkpoint.checkpoint import LAYOUTS, Checkpoint
 from ppl_eval.checkpoint.names import HUGGING_FACE, META, TORCHTUNE
 from ppl_eval.checkpoint.tensor_files import DistributedSource
+from ppl_eval.decoder import Decoder
 from ppl_eval.errors import UserError
 from ppl_eval.plural import some
 
@@ -22,27 +22,26 @@ _QUANTISED_BY = {
     "absmax": "bitsandbytes",
     "SCB": "bitsandbytes",
 }
-"""How names of tensors end that a method of quantisation adds."""
+"""End of a tensor's name -> the method of quantisation that adds such tensors."""
 
 _MARKS = {".self_attn.": HUGGING_FACE, ".attention.w": META, ".attn.": TORCHTUNE}
-"""Part of a name -> whose names have it."""
+"""Part of a tensor's name -> the layout whose names have it."""
 
 
-def check_names(model: nn.Module, checkpoint: Checkpoint, adapter: Adapter | None = None) -> str:
+def check_names(decoder: Decoder, checkpoint: Checkpoint, adapter: Adapter | None = None) -> str:
     """Compare names, shapes and dtypes of checkpoint and model.
 
     Args:
-        model: on the meta device, sharded or not.
-        checkpoint: its checkpoint.
-        adapter: an adapter; if it is kept beside the weights, its parameters are in the model and
-            not in the checkpoint.
+        decoder: on the meta device, sharded or not.
+        checkpoint: the model's checkpoint.
+        adapter: the model's adapter. Unmerged, its parameters are not in the checkpoint.
 
     Returns:
         The dtype that most of the checkpoint's numbers have, such as ``bfloat16``.
 
     Raises:
-        UserError: names that are missing, unknown or twice there, shapes that differ, weights that
-            are no floating-point numbers; a DoRA adapter on a distributed checkpoint.
+        UserError: missing or unknown names, other shapes, weights that are not floating-point
+            numbers, or a DoRA adapter on a distributed checkpoint.
     """
     names, stored = checkpoint.names, checkpoint.source.stored
     if adapter is not None and isinstance(checkpoint.source, DistributedSource):
@@ -62,7 +61,7 @@ def check_names(model: nn.Module, checkpoint: Checkpoint, adapter: Adapter | Non
             unknown.append(name)
         else:
             shapes |= {new: value.shape for new, value in converted.items()}
-    slots = dict(model.named_parameters())
+    slots = decoder.weights()
     for name in adapter.unmerged() if adapter is not None else ():
         slots.pop(name, None)
     if HEAD not in slots and EMBEDDING in slots and shapes.get(HEAD) == shapes.get(EMBEDDING):
@@ -90,8 +89,8 @@ def _quantised_by(names: Iterable[str]) -> str:
 
 
 def _advice(names: Iterable[str], layout: str) -> str:
-    looks = next((own for mark, own in _MARKS.items() if any(mark in n for n in names)), layout)
-    if looks == layout:
+    found = next((of for mark, of in _MARKS.items() if any(mark in n for n in names)), layout)
+    if found == layout:
         return "check the model section against the checkpoint's config.json"
-    checkpointer = next(name for name, own in LAYOUTS.items() if own == looks)
-    return f"the names are {looks}'s: use torchtune.training.{checkpointer}"
+    checkpointer = next(name for name, of in LAYOUTS.items() if of == found)
+    return f"the names are {found}'s: use torchtune.training.{checkpointer}"

@@ -13,6 +13,7 @@ from ppl_eval import compat
 from ppl_eval.adapter.merge import Adapter
 from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, StateSource
+from ppl_eval.decoder import Decoder
 from ppl_eval.errors import UserError
 from ppl_eval.model.check_names import EMBEDDING, HEAD
 from ppl_eval.parallel.cut import as_shard, local_part, own_part, own_shard
@@ -20,7 +21,7 @@ from ppl_eval.plural import some
 
 
 def load(
-    model: nn.Module,
+    decoder: Decoder,
     checkpoint: Checkpoint,
     device: torch.device,
     *,
@@ -33,20 +34,18 @@ def load(
     copied, so that a rank never holds more than its shards and two full tensors.
 
     Args:
-        model: on the meta device, sharded or not (any placements); afterwards on ``device``.
-            An adapter is merged into plain layers, and loaded beside the weights of adapted ones.
+        decoder: on the meta device, sharded or not (any placements); afterwards on ``device``.
         checkpoint: checked by :func:`ppl_eval.model.check_names.check_names`.
         device: the device of this rank.
-        adapter: an adapter for the model, see :func:`ppl_eval.adapter.check.read_adapter`.
+        adapter: from :func:`ppl_eval.adapter.check.read_adapter`; merged into plain layers, loaded
+            beside the weights of adapted ones.
         show_progress: show a bar, if stderr is a terminal.
 
     Raises:
-        UserError: a weight that is NaN or infinite; an ``output.weight`` that differs from the
-            embedding which the model ties its head to; base weights that an adapter comes with and
-            that are not the checkpoint's.
+        UserError: a weight is NaN or infinite; ``output.weight`` differs from the embedding that
+            the head is tied to; the adapter's copy of a base weight is not the checkpoint's.
     """
-    slots = dict(model.named_parameters())
-    source = checkpoint.source
+    model, slots, source = decoder.model, decoder.weights(), checkpoint.source
     if isinstance(source, DistributedSource):
         source = _read_shards(source, checkpoint, slots, device, adapter)
     shards: dict[str, torch.Tensor] = {}
@@ -55,15 +54,25 @@ def load(
         if name == HEAD and HEAD not in slots:
             tied_copy = own_shard(full, slots[EMBEDDING], device)
         elif name in slots:
+            found = None
             if adapter is not None:
                 _refuse_other_copy(full, name, slots[name], adapter)
-            found = adapter.shards(full, name, slots, device) if adapter is not None else None
+                found = adapter.shards(full, name, slots, device)
             found = found or {name: own_shard(full, slots[name], device)}
-            for shard in found.values():
-                _refuse_non_finite(shard, stored_name)
+            if not all(local_part(shard).isfinite().all() for shard in found.values()):
+                raise UserError(
+                    f"{stored_name} holds NaN or infinite numbers: the checkpoint is damaged, or"
+                    " its training diverged, or dtype=fp16 cannot hold them"
+                )
             shards |= found
-    if tied_copy is not None:
-        _refuse_other_head(tied_copy, shards[EMBEDDING])
+    if tied_copy is not None and not torch.equal(
+        local_part(tied_copy), local_part(shards[EMBEDDING])
+    ):
+        raise UserError(
+            "the model ties its head to the embedding, but the checkpoint has an output.weight that"
+            " differs from tok_embeddings.weight: use an untied builder (or tie_word_embeddings:"
+            " false)"
+        )
     parameters = {name: nn.Parameter(t, requires_grad=False) for name, t in shards.items()}
     model.load_state_dict(parameters, strict=True, assign=True)
     with device:
@@ -76,8 +85,7 @@ def load(
 def _converted(
     source: FileSource | StateSource, checkpoint: Checkpoint, show_progress: bool
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(the checkpoint's name, torchtune's name, tensor) of all tensors, in the order of the
-    files."""
+    """(the checkpoint's name, torchtune's name, tensor) of all tensors, in the files' order."""
     stored = checkpoint.source.stored
     bar = tqdm(
         total=sum(tensor.num_bytes for tensor in stored.values()),
@@ -101,29 +109,21 @@ def _read_shards(
     device: torch.device,
     adapter: Adapter | None,
 ) -> StateSource:
-    """This rank's shards of a distributed checkpoint, which knows by itself where they lie."""
+    """This rank's shards of a distributed checkpoint, whose metadata says where they lie."""
     shards: dict[str, torch.Tensor] = {}
     for stored_name, stored in source.stored.items():
         for name in checkpoint.names.convert(stored_name, torch.empty(0, device="meta")) or {}:
             slot = slots.get(EMBEDDING if name == HEAD and HEAD not in slots else name)
             if slot is None:
                 continue
-            # what an adapter is merged into is not rounded before
+            # a weight that an adapter is merged into is rounded after the merge, not before
             adapted = adapter is not None and adapter.update_of(name) is not None
             dtype = stored.dtype if adapted else slot.dtype
             assert isinstance(dtype, torch.dtype)
-            own = torch.empty(local_part(slot).shape, dtype=dtype, device=device)
-            shards[stored_name] = as_shard(own, slot)
+            part = torch.empty(local_part(slot).shape, dtype=dtype, device=device)
+            shards[stored_name] = as_shard(part, slot)
     source.read_into(shards)
     return StateSource(shards)
-
-
-def _refuse_non_finite(shard: torch.Tensor, name: str) -> None:
-    if not local_part(shard).isfinite().all():
-        raise UserError(
-            f"{name} holds NaN or infinite numbers: the checkpoint is damaged, or its training"
-            " diverged, or dtype=fp16 cannot hold them"
-        )
 
 
 def _refuse_other_copy(full: torch.Tensor, name: str, slot: torch.Tensor, adapter: Adapter) -> None:
@@ -131,18 +131,9 @@ def _refuse_other_copy(full: torch.Tensor, name: str, slot: torch.Tensor, adapte
     copy = adapter.copies.get(name)
     if copy is None:
         return
-    own = local_part(full) if isinstance(full, DTensor) else own_part(full, slot)
-    if not torch.equal(own.to(slot.dtype), own_part(copy, slot).to(own.device, slot.dtype)):
+    part = local_part(full) if isinstance(full, DTensor) else own_part(full, slot)
+    if not torch.equal(part.to(slot.dtype), own_part(copy, slot).to(part.device, slot.dtype)):
         raise UserError(
             f"the adapter comes with a {name} that is not the checkpoint's: it was trained too, or"
             " on another model; merge it with PEFT's merge_and_unload() first"
-        )
-
-
-def _refuse_other_head(copy: torch.Tensor, embedding: torch.Tensor) -> None:
-    if not torch.equal(local_part(copy), local_part(embedding)):
-        raise UserError(
-            "the model ties its head to the embedding, but the checkpoint has an output.weight that"
-            " differs from tok_embeddings.weight: use an untied builder (or tie_word_embeddings:"
-            " false)"
         )

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtune.modules import TransformerDecoder
 
 from ppl_eval import fingerprint as fingerprints
 from ppl_eval.adapter.check import install, read_adapter, strip
@@ -26,21 +25,21 @@ from ppl_eval.parallel.tensor import check_heads, split_decoder
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """What is known of a model before any weight is read; the same on every rank.
+    """A model on the meta device and what its weights are read from; the same on every rank.
 
     Attributes:
         section: the model section.
-        checkpoint: its checkpoint, whose names and shapes fit the model.
-        model: the model, on the meta device.
-        checkpoint_dtype: what most of the checkpoint's numbers are.
+        checkpoint: the weights; names and shapes fit the model.
+        decoder: the model, on the meta device until :meth:`load`.
+        checkpoint_dtype: the dtype of most of the checkpoint's numbers, such as ``bfloat16``.
         adapter: an adapter to add to the weights, if there is one.
-        warnings: what to tell the user before the run, one sentence each.
-        notes: what is good to know, one sentence each.
+        warnings: to print before the run, one sentence each.
+        notes: what was decided for the user, one sentence each.
     """
 
     section: Mapping[str, Any]
     checkpoint: Checkpoint
-    model: TransformerDecoder
+    decoder: TorchtuneDecoder
     checkpoint_dtype: str
     adapter: Adapter | None = None
     warnings: tuple[str, ...] = ()
@@ -52,12 +51,11 @@ class PreparedModel:
         return self.section["_component_"]
 
     def fingerprint(self) -> str:
-        """Hash of what makes the model: its component, its weights, how they are read, and its
-        adapter."""
-        own = self.checkpoint.fingerprint(self.section)
+        """Hash of the model's component, its weights, how they are read, and its adapter."""
+        base = self.checkpoint.fingerprint(self.section)
         if self.adapter is None:
-            return own
-        return fingerprints.of(own, fingerprints.of_files(list(self.adapter.files)))
+            return base
+        return fingerprints.of(base, fingerprints.of_files(list(self.adapter.files)))
 
     def load(
         self,
@@ -71,13 +69,13 @@ class PreparedModel:
 
         Afterwards the model can evaluate. No communication.
         """
+        decoder, adapter = self.decoder, self.adapter
         if meshes is not None:
-            decoder = TorchtuneDecoder(self.model)
             split_decoder(decoder, meshes.tp)
             shard_decoder(decoder, meshes.fsdp, reshard_after_forward=reshard_after_forward)
-        load(self.model, self.checkpoint, device, adapter=self.adapter, show_progress=show_progress)
-        if self.adapter is not None:
-            self.adapter.forget()
+        load(decoder, self.checkpoint, device, adapter=adapter, show_progress=show_progress)
+        if adapter is not None:
+            adapter.forget()
 
 
 def prepare_model(
@@ -95,11 +93,11 @@ def prepare_model(
 
     Args:
         section: the model section.
-        checkpointer: its checkpointer section.
+        checkpointer: the checkpointer section.
         dtype: the dtype of the parameters.
         tp: ranks that will share a matrix.
         cp: ranks that will share a window.
-        parallel_key: the section of the config that has tp and cp, for messages.
+        parallel_key: the config section that has tp and cp, for messages.
         adapter_dir: folder of a LoRA or DoRA adapter, or None.
         merge: add it to the weights as they are read; False keeps its matrices beside them.
 
@@ -121,43 +119,24 @@ def prepare_model(
     check_heads(decoder, tp, section["_component_"], f"{parallel_key}.tp")
     if cp > 1:
         decoder.check_attention(f"{parallel_key}.cp is {cp}", f"{parallel_key}.cp=1")
-    checkpoint_dtype = check_names(model, checkpoint, adapter)
-    warnings, notes = _about_adapters(checkpoint, adapter, bool(slots), section)
-    notes = (*checkpoint.config.notes, *notes)
-    return PreparedModel(section, checkpoint, model, checkpoint_dtype, adapter, warnings, notes)
-
-
-def num_ids(model: TransformerDecoder) -> int:
-    """Rows of the embedding, and of the head."""
-    return model.tok_embeddings.num_embeddings
-
-
-def _about_adapters(
-    checkpoint: Checkpoint,
-    adapter: Adapter | None,
-    has_slots: bool,
-    section: Mapping[str, Any],
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(warnings, notes): what is done with an adapter, or with one that lies about."""
-    folder = checkpoint.folder
-    beside = folder is not None and find_adapter(Path(folder)) is not None
-    if adapter is not None:
-        if not beside:
-            return adapter.warnings, ()
-        return (
-            *adapter.warnings,
+    checkpoint_dtype = check_names(decoder, checkpoint, adapter)
+    folder, notes = checkpoint.folder, checkpoint.config.notes
+    warnings = () if adapter is None else adapter.warnings
+    has_adapter_file = folder is not None and find_adapter(Path(folder)) is not None
+    if adapter is not None and has_adapter_file:
+        warnings += (
             f"adapter.dir is given, and {folder} has an adapter beside its weights: torchtune's"
             " recipes write weights with the adapter in them, and then it counts twice; for those"
             " leave out adapter.dir",
-        ), ()
-    if beside:
-        return (), (
+        )
+    elif has_adapter_file:
+        notes += (
             f"{folder} has model weights and an adapter: the weights are taken as merged, as"
             " torchtune's recipes write them, and the adapter is left alone",
         )
-    if has_slots:
-        return (), (
+    elif adapter is None and slots:
+        notes += (
             f"model is {section['_component_']} and no adapter is given: its base is evaluated;"
             " set adapter.dir=DIR for an adapter",
         )
-    return (), ()
+    return PreparedModel(section, checkpoint, decoder, checkpoint_dtype, adapter, warnings, notes)

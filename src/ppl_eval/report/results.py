@@ -20,7 +20,6 @@ from ppl_eval.evaluation.teacher import teacher_dims
 from ppl_eval.metrics import intervals
 from ppl_eval.metrics.definitions import MACRO, METRICS, mean
 from ppl_eval.metrics.summary import NOT_SCORED, DocumentTable, Summary, Totals, finite
-from ppl_eval.model.prepare import num_ids
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.report import environment
 from ppl_eval.report.fidelity_section import fidelity, with_texts
@@ -94,7 +93,7 @@ def assemble(
         "mesh": _mesh(teacher_dims(cfg, dims)),
         **{name: its[name] for name in ("metrics", "intervals_95", "domains", "loss_by_position")},
     }
-    ids = num_ids(prepared.student.model), num_ids(teacher.model)
+    ids = prepared.student.decoder.num_ids, teacher.decoder.num_ids
     content["fidelity"] = fidelity(found.summary, found.fidelity, found.by_context, num_ids=ids)
     worst = content["fidelity"]["worst_tokens"]
     content["fidelity"]["worst_tokens"] = with_texts(worst, prepared.workload, prepared.tokenizer)
