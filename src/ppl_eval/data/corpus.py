@@ -11,7 +11,7 @@ from ppl_eval import components
 from ppl_eval.data import files, hub
 from ppl_eval.data.documents import Corpus, NamedCorpora, as_documents
 from ppl_eval.data.files import Files
-from ppl_eval.data.rows import UNITS, Seen, Wanted, find_columns
+from ppl_eval.data.rows import UNITS, Columns, Wanted
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted, some
 
@@ -67,9 +67,9 @@ def text_corpus(
         origin = str(local or source)
         splits = _load_saved(local) if local else hub.load(origin, name, revision)
         rows = _choose(splits, split, origin)
-    seen = Seen()
-    _, id_column, domain_column = find_columns(origin, rows.column_names, wanted, seen)
-    seen.need_domain(wanted, origin)
+    columns = Columns(wanted)
+    _, id_column, domain_column = columns.find(origin, rows.column_names)
+    columns.need_domain(origin)
     notes = _time_notes(rows, [id_column, domain_column], origin)
     return Corpus(rows, column, domain_column, id_column, origin, notes)
 

@@ -111,7 +111,7 @@ class NamedCorpora(Sequence[Document]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the data sets were read, one sentence each."""
+        """See :func:`notes`; each begins with the data set's name."""
         return tuple(f"{name}: {note}" for name, part in self.parts.items() for note in notes(part))
 
     def first(self, count: int) -> "NamedCorpora":
@@ -183,7 +183,7 @@ def labels(documents: Sequence[Document]) -> list[tuple[str | int | None, str | 
 
 
 def notes(documents: Any) -> tuple[str, ...]:
-    """What a user should know of how documents were read; nothing for other than a corpus."""
+    """What a user should know of how the documents were read, one sentence each."""
     return documents.notes if isinstance(documents, Corpus | NamedCorpora) else ()
 
 

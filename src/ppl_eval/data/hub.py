@@ -88,14 +88,11 @@ def out_of_reach(address: str) -> str | None:
 
 
 def download(names: list[str]) -> tuple[list[str], list[str]]:
-    """Fetch remote files into the cache of the datasets library.
+    """Fetch remote files into the cache of the datasets library: (names, paths), in order.
 
     Args:
         names: URLs or patterns of the library (``https://``, ``hf://``, ...), and local files,
             which stay as they are.
-
-    Returns:
-        (names, paths) of the files, in the order given.
 
     Raises:
         UserError: a file cannot be fetched.

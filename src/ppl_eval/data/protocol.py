@@ -94,11 +94,7 @@ RULES = {
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a protocol.
-
-    Raises:
-        UserError: there is no protocol of this name.
-    """
+    """The rule of this name; a UserError if there is none."""
     if name == "packed":
         raise UserError(
             "protocol.name is 'packed', which is no longer a protocol: batches hold windows of"
@@ -186,9 +182,8 @@ class Protocol:
 
     def num_tokens(self, num_text_tokens: np.ndarray) -> np.ndarray:
         """Tokens by document, with those that the protocol adds to be scored."""
-        opening = int(self.opening_id is not None)
-        closing = int(self.eos_id is not None)
-        return np.where(num_text_tokens + opening > 0, num_text_tokens + opening + closing, 0)
+        opened = num_text_tokens + (self.opening_id is not None)
+        return np.where(opened > 0, opened + (self.eos_id is not None), 0)
 
     def read(self, text: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of a document (int64), from the ids of its text."""

@@ -42,16 +42,39 @@ class Wanted:
 
 
 @dataclass
-class Seen:
-    """The columns of the files read so far, and whether one of them has the domain."""
+class Columns:
+    """Finds the wanted columns in one file after the other.
 
-    domain: bool = False
-    columns: tuple[str, ...] = ()
+    Attributes:
+        wanted: what to read.
+        header: columns of a file that was read, for errors; empty if none has rows.
+        has_domain: whether a file that was read has the column with the domain.
+    """
 
-    def need_domain(self, wanted: Wanted, where: str) -> None:
+    wanted: Wanted
+    header: tuple[str, ...] = ()
+    has_domain: bool = False
+
+    def find(self, where: str, header: Sequence[str]) -> list[str | None]:
+        """The names of the columns with text, id and domain; None for one that is not there.
+
+        Raises:
+            UserError: no column with the text, or two wanted columns of the same name.
+        """
+        names = self.wanted.names()
+        if self.wanted.column not in header:
+            no_column("column", self.wanted.column, where, header)
+        for name in names:
+            if name is not None and header.count(name) > 1:
+                raise UserError(f"{where} has two columns called {name!r}: rename one")
+        self.header = tuple(header)
+        self.has_domain |= names[2] in header
+        return [name if name in header else None for name in names]
+
+    def need_domain(self, where: str) -> None:
         """Raise a UserError if there are rows, and none has the domain's column that is set."""
-        if wanted.domain and not self.domain and self.columns:
-            no_column("domain_column", wanted.domain, where, self.columns)
+        if self.wanted.domain and not self.has_domain and self.header:
+            no_column("domain_column", self.wanted.domain, where, self.header)
 
 
 class Spelled(str):
@@ -101,23 +124,6 @@ def _table(file: File, batch: Sequence[Row], wanted: Wanted) -> Any:
                     ) from error
         raise
     return pa.table(arrays, names=["text", "id", "domain"])
-
-
-def find_columns(where: str, header: Sequence[str], wanted: Wanted, seen: Seen) -> list[str | None]:
-    """The names of the columns with text, id and domain; None for a column that is not there.
-
-    Raises:
-        UserError: there is no column with the text, or two wanted columns have the same name.
-    """
-    names = wanted.names()
-    if wanted.column not in header:
-        no_column("column", wanted.column, where, header)
-    for name in names:
-        if name is not None and header.count(name) > 1:
-            raise UserError(f"{where} has two columns called {name!r}: rename one")
-    seen.columns = tuple(header)
-    seen.domain |= names[2] in header
-    return [name if name in header else None for name in names]
 
 
 def no_column(key: str, wanted: str, where: str, columns: Iterable[str]) -> NoReturn:

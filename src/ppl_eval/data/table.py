@@ -16,7 +16,7 @@ from ppl_eval import fingerprint
 from ppl_eval.data.columns import as_text, is_text
 from ppl_eval.data.files import File
 from ppl_eval.data.hub import unwritable
-from ppl_eval.data.rows import BATCH_ROWS, Seen, Wanted, find_columns, tables
+from ppl_eval.data.rows import BATCH_ROWS, Columns, Wanted, tables
 from ppl_eval.data.text_files import (
     check_content,
     csv_rows,
@@ -110,7 +110,7 @@ def _read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
     Raises:
         UserError: a row cannot be read; the error names its file, line (or row) and column.
     """
-    seen = Seen()
+    columns = Columns(wanted)
     for file in files:
         check_content(file)
     if files[0].loader == "text" and wanted.unit is None:
@@ -118,20 +118,21 @@ def _read(files: Sequence[File], wanted: Wanted) -> Iterator[Any]:
     for file in files:
         with named(file):
             if file.loader in _ROWS:
-                yield from tables(file, _ROWS[file.loader](file, wanted, seen), wanted)
+                yield from tables(file, _ROWS[file.loader](file, columns), wanted)
             else:
-                yield from _arrow_tables(file, wanted, seen)
-    seen.need_domain(wanted, files[0].name)
+                yield from _arrow_tables(file, columns)
+    columns.need_domain(files[0].name)
 
 
-def _arrow_tables(file: File, wanted: Wanted, seen: Seen) -> Iterator[Any]:
+def _arrow_tables(file: File, columns: Columns) -> Iterator[Any]:
     """The rows of a file as ``pyarrow.Table`` with the columns text, id and domain.
 
     Raises:
         UserError: the text's column does not hold strings, or a row has no text.
     """
     schema, batches = _parquet(file) if file.loader == "parquet" else _arrow(file)
-    names = find_columns(file.name, schema.names, wanted, seen)
+    wanted = columns.wanted
+    names = columns.find(file.name, schema.names)
     kind = schema.field(wanted.column).type
     if not is_text(kind) and not pa.types.is_null(kind):
         raise UserError(
@@ -141,13 +142,13 @@ def _arrow_tables(file: File, wanted: Wanted, seen: Seen) -> Iterator[Any]:
     start = 0
     for batch in batches([name for name in dict.fromkeys(names) if name is not None]):
         table, rows = pa.Table.from_batches([batch]), range(start, start + len(batch))
-        columns = [
+        arrays = [
             pa.nulls(len(batch), pa.large_string())
             if name is None
             else as_text(table[name], name, file.name, rows, is_needed=name == wanted.column)
             for name in names
         ]
-        yield pa.table(columns, names=["text", "id", "domain"])
+        yield pa.table(arrays, names=["text", "id", "domain"])
         start += len(batch)
 
 

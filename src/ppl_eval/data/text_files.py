@@ -19,12 +19,10 @@ import pyarrow as pa
 from ppl_eval.data.files import File
 from ppl_eval.data.rows import (
     UNITS,
+    Columns,
     Row,
-    Seen,
     Spelled,
-    Wanted,
     described,
-    find_columns,
     no_column,
 )
 from ppl_eval.errors import UserError
@@ -39,10 +37,10 @@ _decode = json.JSONDecoder(
 ).decode
 
 
-def text_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
+def text_rows(file: File, columns: Columns) -> Iterator[Row]:
     """The documents of a text file, whose only column is ``text``."""
-    find_columns(file.name, ["text"], wanted, seen)
-    for text in _documents(file, wanted.unit or "line"):
+    columns.find(file.name, ["text"])
+    for text in _documents(file, columns.wanted.unit or "line"):
         yield "", text, None, None
 
 
@@ -68,16 +66,16 @@ def need_no_unit(files: Sequence[File]) -> None:
 def _documents(file: File, unit: str) -> Iterator[str]:
     with named(file):
         if unit == "file":
-            yield "".join(text for _, text in decoded(file))
+            yield "".join(text for _, text in _decoded(file))
         elif unit == "line":
-            yield from (line.rstrip("\r\n") for line in lines_of(file))
+            yield from (line.rstrip("\r\n") for line in _lines_of(file))
         else:
-            for is_text, paragraph in groupby(lines_of(file), lambda line: bool(line.strip())):
+            for is_text, paragraph in groupby(_lines_of(file), lambda line: bool(line.strip())):
                 if is_text:
                     yield "".join(paragraph).rstrip("\r\n")
 
 
-def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
+def csv_rows(file: File, columns: Columns) -> Iterator[Row]:
     """The rows of a CSV or TSV file, whose first row is the header.
 
     Raises:
@@ -85,7 +83,7 @@ def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
     """
     csv.field_size_limit(sys.maxsize)  # Python's default is 131,072 characters
     separator = "\t" if file.suffix == ".tsv" else ","
-    rows = csv.reader(lines_of(file), delimiter=separator, strict=True)
+    rows = csv.reader(_lines_of(file), delimiter=separator, strict=True)
     header: list[str] = []
     numbers: list[int | None] = []
     while True:
@@ -104,7 +102,7 @@ def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
             continue
         if not header:
             header = row
-            names = find_columns(file.name, header, wanted, seen)
+            names = columns.find(file.name, header)
             numbers = [None if name is None else header.index(name) for name in names]
             continue
         if len(row) != len(header):
@@ -117,13 +115,13 @@ def csv_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
         yield f"line {line}", text, row_id, domain
 
 
-def json_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
+def json_rows(file: File, columns: Columns) -> Iterator[Row]:
     """The objects of a JSON file: one per line, or the items of one array.
 
     Raises:
         UserError: a line or item is not JSON, not an object, or has no text.
     """
-    column, row_id, domain = wanted.names()
+    column, row_id, domain = columns.wanted.names()
     for where, row in _values(file):
         if not isinstance(row, dict):
             raise UserError(
@@ -132,8 +130,8 @@ def json_rows(file: File, wanted: Wanted, seen: Seen) -> Iterator[Row]:
             )
         if column not in row:
             no_column("column", column, f"{file.name}, {where}", row)
-        seen.domain |= domain in row
-        seen.columns = seen.columns or tuple(row)
+        columns.has_domain |= domain in row
+        columns.header = columns.header or tuple(row)
         yield where, row[column], row.get(row_id), row.get(domain)
 
 
@@ -149,7 +147,7 @@ def _values(file: File) -> Iterator[tuple[str, Any]]:
                 raise UserError(f"{file.name}, line {number} is not JSON: {error}{hint}") from error
         return
     try:
-        items = _decode("".join(line for _, line in decoded(file)))
+        items = _decode("".join(line for _, line in _decoded(file)))
     except (ValueError, RecursionError) as error:
         try:
             value = _decode(first)
@@ -161,7 +159,7 @@ def _values(file: File) -> Iterator[tuple[str, Any]]:
 
 
 def _nonblank(file: File) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in decoded(file) if line.strip())
+    return ((number, line) for number, line in _decoded(file) if line.strip())
 
 
 @contextmanager
@@ -192,7 +190,7 @@ def opened(file: File) -> Iterator[Any]:
         yield stream
 
 
-def decoded(file: File) -> Iterator[tuple[int, str]]:
+def _decoded(file: File) -> Iterator[tuple[int, str]]:
     """(number from 1, line with its line end) of a UTF-8 file, without the byte order mark."""
     with opened(file) as stream:
         for number, line in enumerate(stream, start=1):
@@ -205,9 +203,9 @@ def decoded(file: File) -> Iterator[tuple[int, str]]:
                 ) from error
 
 
-def lines_of(file: File) -> Iterator[str]:
+def _lines_of(file: File) -> Iterator[str]:
     """The lines with their ends; a carriage return alone ends a line, too."""
-    for _, text in decoded(file):
+    for _, text in _decoded(file):
         yield from io.StringIO(text, newline="") if "\r" in text else (text,)
 
 
