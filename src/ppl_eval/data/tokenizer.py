@@ -28,7 +28,7 @@ class TextTokenizer(Protocol):
 
 
 class HFTokenizer:
-    """tokenizer.json and tokenizer_config.json as a torchtune tokenizer.
+    """Config component ``ppl_eval.data.hf_tokenizer``: the tokenizer of a Hugging Face folder.
 
     Special tokens that are written in a text are read as text, unless asked otherwise: a corpus
     that mentions ``</s>`` does not end there.
