@@ -22,8 +22,7 @@ def load_readers(
     """Split and shard the models, and read this rank's weights of each. Every rank calls it.
 
     Args:
-        ready: from :func:`ppl_eval.evaluation.preflight.prepare`; the models are on meta before
-            and on ``device`` after.
+        ready: from :func:`ppl_eval.evaluation.preflight.prepare`; its models move to ``device``.
         cfg: the checked config.
         dims: the student's parallel degrees.
         meshes: the student's meshes, or None for one process.

@@ -23,8 +23,8 @@ from ppl_eval.score.reader import Reader, evaluating
 from ppl_eval.score.scoring import Scorer
 
 NOISE_EVERY = 16
-"""For the noise floor one batch in so many is read twice more: by the teacher, and by the teacher
-with perturbed layers."""
+"""For the noise floor the teacher reads one batch in so many twice more: as it is, and with its
+layers' outputs perturbed."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Progress:
         step: steps done, from 1; those of the noise floor come after ``num_steps``.
         num_steps: steps that score.
         num_scored: tokens that all ranks together have scored so far.
-        share: part of the forward work of all ranks that is done, by input positions; the noise
-            floor is included.
-        perplexity: computes the perplexity of this rank's tokens so far; it waits for the device.
+        share: fraction of all ranks' forward work that is done, by input positions, the noise
+            floor included.
+        perplexity: gives the perplexity of this rank's tokens so far; it waits for the device.
     """
 
     step: int
@@ -90,20 +90,20 @@ def run(
     """Score a workload. Every rank calls it and runs the same number of steps.
 
     Args:
-        readers: the model that is measured and, if there is one, its teacher after it, which reads
-            the same windows on the same ranks. Models are put into eval mode and back.
+        readers: the model that is measured, then its teacher if there is one, which reads the same
+            windows on the same ranks. Models are put into eval mode and back.
         workload: from :func:`ppl_eval.evaluation.workload.prepare_workload`.
         device: where the models are.
         records: filled with every token that this rank scores.
         noise_floor: with a teacher, measure how far a differently rounded teacher is from it.
         on_step: called on this rank after every step, those of the noise floor included.
-        check_every: look for a NaN or infinite loss of this rank after so many steps (each look
-            waits for the device). Only the rank that has one raises, so give it only where an error
-            ends all processes. None: look at the end only, when all ranks raise.
+        check_every: look for a NaN or infinite loss of this rank after so many steps; each look
+            waits for the device. Only the rank that finds one raises, so give it only where one
+            error ends all processes. None: look at the end only, and all ranks raise.
 
     Raises:
-        UserError: a loss is NaN or infinite, naming document and window; a model that is split over
-            ranks which would read different windows.
+        UserError: a loss is NaN or infinite, or a model is split over ranks that would read
+            different windows.
     """
     student, groups, plan = readers[0], readers[0].groups, workload.plan
     for reader in readers:

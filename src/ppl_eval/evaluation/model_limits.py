@@ -1,4 +1,4 @@
-"""How long a window a model reads, and how many ids it has, whatever library it is from."""
+"""How long a window a model reads, and how many token ids it has, whatever its library."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +19,10 @@ def fit_window(
     Args:
         models: the student and, if there is one, its teacher; on any device.
         protocol: the protocol's name.
-        max_seq_len: tokens in a window, or None if the user does not say.
+        max_seq_len: tokens in a window as the user gives them, or None.
 
     Returns:
-        (tokens in a window, a sentence if the models decided).
+        (tokens in a window, a note if a model shortens it).
 
     Raises:
         UserError: no such protocol, or the given window is longer than a model reads.
@@ -47,10 +47,7 @@ def fit_window(
 
 
 def window_limit(model: nn.Module) -> int | None:
-    """Most tokens that a model reads at once; None if no module inside it says so.
-
-    A module without an adapter is asked as transformers' models can be.
-    """
+    """Most tokens that a model reads at once; None if no module in it has such an attribute."""
     for inner in unwrapped(model).modules():
         decoder = decoder_of(inner)
         if decoder is not None:

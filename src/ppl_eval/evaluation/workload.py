@@ -1,4 +1,4 @@
-"""Workload: all that is to be scored, known before any weight is read."""
+"""Workload: everything that is to be scored, known before any weight is read."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -46,9 +46,9 @@ def prepare_workload(
     """Read, tokenise, cut into windows and plan. Every rank of ``group`` calls it.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         documents: see :func:`ppl_eval.data.documents.as_documents`; the same on every rank.
-        protocol: makes the windows.
+        protocol: the rule that makes windows.
         max_tokens_per_batch: most input positions of a batch, padding included.
         max_documents: take the first N documents.
         vocab_size: rows of the model's embedding; an id outside is an error.
@@ -56,8 +56,7 @@ def prepare_workload(
         on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
 
     Raises:
-        UserError: a bad row, an empty corpus, a token id that the model does not have, or a corpus
-            in which no token has any context.
+        UserError: a bad row, an empty corpus, an id that the model lacks, or nothing to score.
     """
     rows = as_documents(documents, max_documents)
     if come_as_tokens(rows):
@@ -77,10 +76,9 @@ def prepare_workload(
     )
     windows = protocol.windows(corpus.num_tokens)
     if len(windows) == 0:
+        why = "no token has another before it in its window: give longer documents or add a BOS"
         if windows.truncated.any():
             why = "no document has enough for a window: take a smaller protocol.max_seq_len"
-        else:
-            why = "no token has another before it in its window: give longer documents or add a BOS"
         raise UserError(
             f"0 scored tokens: the {counted(len(rows), 'document')}"
             f" {'has' if len(rows) == 1 else 'have'} {counted(corpus.num_tokens.sum(), 'token')},"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchtune.modules import TransformerDecoder
+from torchtune.training.precision import set_default_dtype
 
 from ppl_eval import components
 from ppl_eval.checkpoint.config_json import ModelConfig
@@ -20,19 +21,14 @@ def build_on_meta(
 
     Args:
         node: ``_component_`` and its arguments.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
         config: the checkpoint's config.json; see :mod:`ppl_eval.model.corrections`.
 
     Raises:
         UserError: the builder rejects its arguments, or gives no decoder.
     """
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model: nn.Module = components.build(node, "model")
-    finally:
-        torch.set_default_dtype(default)
+    with set_default_dtype(dtype), torch.device("meta"):
+        model: nn.Module = components.build(node, "model")
     if not isinstance(model, TransformerDecoder):
         raise UserError(
             f"model ({node['_component_']}) is a {type(model).__name__}, but only text decoders"

@@ -1,4 +1,4 @@
-"""Does the model section describe the checkpoint? What shapes cannot show, config.json can."""
+"""Compare the model with config.json in what the shapes of a checkpoint do not show."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,20 +19,19 @@ _CONVERSIONS = {
     "gemma2": {"GEMMA2"},
     **dict.fromkeys(("llama", "mistral", "ministral"), _LLAMA),
 }
-"""config.json's model_type -> model types whose key conversion is right for it."""
+"""config.json's model_type -> the torchtune model types whose key conversion is right for it."""
 
 
 def check_against_config(model: TransformerDecoder, checkpoint: Checkpoint) -> None:
     """Compare the model with config.json.
 
-    A wrong family, number of heads, rotary base, norm epsilon, tying, soft cap or scale of the
-    attention loads without complaint and gives a wrong loss; so does a checkpoint with more layers
-    than its config.json has. Where the family is unknown, what config.json does not state is taken
-    as it comes.
+    A wrong family, number of layers or heads, rotary base, norm epsilon, tying, soft cap or scale
+    of the attention loads without complaint and gives a wrong loss. What config.json does not
+    state is not compared.
 
     Args:
-        model: built, on the meta device or not.
-        checkpoint: its checkpoint.
+        model: on any device.
+        checkpoint: the model's checkpoint.
 
     Raises:
         UserError: config.json and the model section differ, naming both values.
@@ -51,7 +50,7 @@ def check_against_config(model: TransformerDecoder, checkpoint: Checkpoint) -> N
 
 
 def _pairs(model: TransformerDecoder, config: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value in config.json, value in the model), where both say something."""
+    """(key, value in config.json, value in the model) of the values that both have."""
     modules = list(model.modules())
     attention = next((m for m in modules if isinstance(m, MultiHeadAttention)), None)
     norm = next((m for m in modules if isinstance(getattr(m, "eps", None), float)), None)

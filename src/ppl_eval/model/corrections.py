@@ -1,7 +1,7 @@
-"""Where torchtune 0.6.1 computes something else than the model: set right here, and only here.
+"""Where torchtune 0.6.1 computes something else than the model: corrected here, and only here.
 
-docs/families.md tells each case. A correction changes modules and buffers of a model that was just
-built on the meta device; the names of its parameters stay torchtune's, but for Gemma 2's, see
+docs/families.md describes each case. A correction changes modules and buffers of a model on the
+meta device. Parameters keep torchtune's names, except Gemma 2's norms: see
 :mod:`ppl_eval.checkpoint.names`.
 """
 
@@ -24,8 +24,7 @@ def correct(model: TransformerDecoder, config: ModelConfig) -> None:
 
     Args:
         model: as torchtune builds it.
-        config: what config.json says; if it says nothing, only what the model itself shows is
-            corrected.
+        config: config.json; without one, only what the model itself shows is corrected.
 
     Raises:
         UserError: config.json asks for something that torchtune's modules cannot express.
@@ -34,21 +33,25 @@ def correct(model: TransformerDecoder, config: ModelConfig) -> None:
     windows = _windows(config, len(layers))
     for layer, window in zip(layers, windows, strict=True):
         if isinstance(layer.attn, Gemma2Attention):
-            own = layer.attn.sliding_window_size
-            if window is not None and own not in (None, window):
-                raise differs("config.json", "sliding_window", window, own)
-            layer.attn = _plain_attention(layer.attn, window if config.windows else own)
+            built = layer.attn.sliding_window_size
+            if window is not None and built not in (None, window):
+                raise differs("config.json", "sliding_window", window, built)
+            layer.attn = _plain_attention(layer.attn, window if config.windows else built)
         elif window is not None:
             layer.attn._attention_call = LayerAttention(Attention(SlidingWindow(window)))
-    _uncap_hidden_states(model)
+    if isinstance(model.norm, Gemma2FinalNorm):
+        # torchtune caps the final hidden states where Gemma 2 caps the logits
+        soft_cap = model.norm.capping_value
+        model.norm = model.norm.rms_norm
+        if soft_cap is not None:
+            model.output = CappedHead(model.output, soft_cap)
     _set_rope_scaling(model, config)
 
 
 def _windows(config: ModelConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Keys that a query of each layer sees at most; None for all.
+    """Most keys that a query of each layer sees; None for all.
 
-    torchtune has sliding windows for Gemma 2 only; Mistral, Phi 3 and Qwen 2 silently get full
-    attention.
+    torchtune has sliding windows for Gemma 2 only: Mistral, Phi 3 and Qwen 2 get full attention.
     """
     if len(config.windows) == num_layers:
         return config.windows
@@ -61,10 +64,8 @@ def _windows(config: ModelConfig, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _plain_attention(gemma2: Gemma2Attention, window: int | None) -> MultiHeadAttention:
-    """Gemma 2's attention as the class that all other families have, with the same parameters.
-
-    torchtune's builds masks and scores of all queries x keys.
-    """
+    """Gemma 2's attention in the class of all other families, with the same parameters; torchtune's
+    builds masks and scores of all queries x keys."""
     attention = MultiHeadAttention(
         embed_dim=gemma2.embed_dim,
         num_heads=gemma2.num_heads,
@@ -84,30 +85,15 @@ def _plain_attention(gemma2: Gemma2Attention, window: int | None) -> MultiHeadAt
     return attention
 
 
-def _uncap_hidden_states(model: TransformerDecoder) -> None:
-    """Gemma 2: torchtune caps the final hidden states where the model caps the logits."""
-    if isinstance(model.norm, Gemma2FinalNorm):
-        soft_cap = soft_cap_of(model.norm)
-        model.norm = model.norm.rms_norm
-        if soft_cap is not None:
-            model.output = CappedHead(model.output, soft_cap)
-
-
-def soft_cap_of(norm: Gemma2FinalNorm) -> float | None:
-    """The cap of the logits, None for none."""
-    return norm.capping_value
-
-
 def _set_rope_scaling(model: TransformerDecoder, config: ModelConfig) -> None:
     """Llama 3's rope scaling by config.json: torchtune's builders fix all but the factor."""
     scaling, kind = config.rope, config.rope.get("rope_type", "default")
     ropes = {m for m in model.modules() if hasattr(m, "rope_init")}
+    factor = scaling.get("factor", 1)
     for rope in ropes if scaling else ():
         built = getattr(rope, "scale_factor", 1)
-        if built != scaling.get("factor", 1) and kind in ("default", "llama3"):
-            raise differs(
-                "config.json", "factor of its rotary scaling", scaling.get("factor", 1), built
-            )
+        if built != factor and kind in ("default", "llama3"):
+            raise differs("config.json", "factor of its rotary scaling", factor, built)
     if kind == "default":
         return
     if kind != "llama3" or not all(isinstance(rope, Llama3ScaledRoPE) for rope in ropes):

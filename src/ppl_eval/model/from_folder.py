@@ -18,12 +18,10 @@ def sections(checkpoint_dir: str) -> dict[str, dict[str, Any]]:
         checkpoint_dir: holds config.json and tokenizer files.
 
     Raises:
-        UserError: no such folder or files, or a model that torchtune 0.6.1 cannot express, naming
-            what it lacks and what could be used instead.
+        UserError: no such folder or files, or a model that torchtune 0.6.1 cannot express.
     """
-    config = _expressible_config(checkpoint_dir, "checkpoint_dir")
-    tokenizer = tokenizer_section(Path(checkpoint_dir), config)
-    return {**_model_sections(checkpoint_dir, config), "tokenizer": tokenizer}
+    config, found = _described(checkpoint_dir, "checkpoint_dir")
+    return {**found, "tokenizer": tokenizer_section(Path(checkpoint_dir), config)}
 
 
 def model_sections(checkpoint_dir: str, key: str = "checkpoint_dir") -> dict[str, dict[str, Any]]:
@@ -33,10 +31,11 @@ def model_sections(checkpoint_dir: str, key: str = "checkpoint_dir") -> dict[str
         checkpoint_dir: holds config.json.
         key: the key that names the folder, for messages.
     """
-    return _model_sections(checkpoint_dir, _expressible_config(checkpoint_dir, key))
+    return _described(checkpoint_dir, key)[1]
 
 
-def _expressible_config(checkpoint_dir: str, key: str) -> ModelConfig:
+def _described(checkpoint_dir: str, key: str) -> tuple[ModelConfig, dict[str, dict[str, Any]]]:
+    """(config.json, the model and checkpointer sections)."""
     need_folder(checkpoint_dir, key)
     path = Path(checkpoint_dir) / "config.json"
     if not path.is_file():
@@ -53,21 +52,17 @@ def _expressible_config(checkpoint_dir: str, key: str) -> ModelConfig:
             f" only: {_ELSEWHERE}"
         )
     check_expressible(config, path)
-    return config
-
-
-def _model_sections(checkpoint_dir: str, config: ModelConfig) -> dict[str, dict[str, Any]]:
     model, model_type = _model(config)
     checkpointer = {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
         "checkpoint_dir": checkpoint_dir,
         "model_type": model_type,
     }
-    return {"model": model, "checkpointer": checkpointer}
+    return config, {"model": model, "checkpointer": checkpointer}
 
 
 def _kind(config: ModelConfig) -> str:
-    """What names the family; model_type counts first."""
+    """The model_type, or else the architecture, for messages."""
     kind, names = config.values.get("model_type"), config.values.get("architectures")
     if kind is None and not names:
         return "no model_type and no architectures"
@@ -95,8 +90,8 @@ def check_expressible(config: ModelConfig, path: Path) -> None:
     """Refuse what torchtune's builder for the family cannot compute.
 
     Args:
-        config: what config.json says; an unknown family is not checked.
-        path: its file.
+        config: an unknown family is not checked.
+        path: config.json, for messages.
 
     Raises:
         UserError: naming the key and what could measure the model instead.
@@ -139,15 +134,12 @@ def _model(config: ModelConfig) -> tuple[dict[str, Any], str]:
         "norm_eps": values["rms_norm_eps"],
         "rope_base": config.rope["rope_theta"],
     }
-    builder, more, model_type = family, {}, family.upper()
+    builder = "mistral" if family == "ministral" else family
+    more, model_type = {}, "PHI3_MINI" if family == "phi3" else builder.upper()
     if family == "llama":
         builder, more, model_type = _llama(config)
     elif family == "qwen2":
         more = {"tie_word_embeddings": values["tie_word_embeddings"]}
-    elif family == "ministral":
-        builder, model_type = "mistral", "MISTRAL"
-    elif family == "phi3":
-        model_type = "PHI3_MINI"
     elif family in ("gemma", "gemma2"):
         more = {"head_dim": values["head_dim"]}
     if family == "gemma2":
@@ -183,16 +175,16 @@ def tokenizer_section(folder: Path, config: ModelConfig) -> dict[str, Any]:
     Raises:
         UserError: it holds none of these.
     """
+    vocabulary, merges, model = (
+        folder / name for name in ("vocab.json", "merges.txt", "tokenizer.model")
+    )
     if (folder / "tokenizer.json").is_file():
         return {"_component_": "ppl_eval.data.hf_tokenizer", "path": str(folder)}
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    if vocabulary.is_file() and merges.is_file():
         if config.family == "qwen2":
-            return {
-                "_component_": "torchtune.models.qwen2.qwen2_tokenizer",
-                "path": str(folder / "vocab.json"),
-                "merges_file": str(folder / "merges.txt"),
-            }
-    elif (folder / "tokenizer.model").is_file():
+            component = "torchtune.models.qwen2.qwen2_tokenizer"
+            return {"_component_": component, "path": str(vocabulary), "merges_file": str(merges)}
+    elif model.is_file():
         large_llama = config.family == "llama" and config.values["vocab_size"] > 100_000
         builder = {
             "llama": "llama3.llama3_tokenizer" if large_llama else "llama2.llama2_tokenizer",
@@ -203,10 +195,7 @@ def tokenizer_section(folder: Path, config: ModelConfig) -> dict[str, Any]:
             "phi3": "phi3.phi3_mini_tokenizer",
         }.get(config.family or "")
         if builder is not None:
-            return {
-                "_component_": f"torchtune.models.{builder}",
-                "path": str(folder / "tokenizer.model"),
-            }
+            return {"_component_": f"torchtune.models.{builder}", "path": str(model)}
     raise UserError(
         f"{folder} has no tokenizer that is known: tokenizer.json, or tokenizer.model, or (Qwen 2)"
         " vocab.json and merges.txt; or name one by tokenizer._component_"

@@ -1,5 +1,6 @@
-"""What a model's weights are stored in: what was measured, whatever was asked for."""
+"""The dtypes in which a model's weights are stored, whatever dtype the config asks for."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ class StoredWeights:
     """The same on every rank; of a sharded model all shards count.
 
     Attributes:
-        parameters: dtype -> number of parameters that are stored in it, such as
-            ``{"bfloat16": 1000}``. A quantised tensor counts under the dtype of its integers.
-        linear_layers: modules that are linear layers, adapters included.
+        parameters: dtype -> number of parameters stored in it, such as ``{"bfloat16": 1000}``. A
+            quantised tensor counts under the dtype of its integers.
+        linear_layers: number of linear layers, adapters included.
         quantized_linear_layers: those whose weight is stored in fewer bits than 16.
     """
 
@@ -27,30 +28,28 @@ class StoredWeights:
 
 
 def stored_weights(model: nn.Module) -> StoredWeights:
-    """Look at every parameter and every linear layer of a model."""
-    parameters: dict[str, int] = {}
+    """Count the parameters and linear layers of a model."""
+    parameters: Counter[str] = Counter()
     for parameter in model.parameters():
-        name = str(_stored_dtype(parameter)).removeprefix("torch.")
-        parameters[name] = parameters.get(name, 0) + parameter.numel()
+        parameters[str(_stored_dtype(parameter)).removeprefix("torch.")] += parameter.numel()
     linear = [
         module
         for module in model.modules()
         if "Linear" in type(module).__name__ and type(module).__name__ != "LinearPackedParams"
     ]
-    return StoredWeights(parameters, len(linear), sum(map(_is_quantized, linear)))
+    return StoredWeights(dict(parameters), len(linear), sum(map(_is_quantized, linear)))
 
 
 def _is_quantized(module: nn.Module) -> bool:
     if callable(getattr(module, "weight", None)):  # torch.ao's: LinearPackedParams has it
         return True
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return any(
-        _stored_dtype(tensor) not in _FULL_PRECISION for name, tensor in own if name != "bias"
-    )
+    stored = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return any(_stored_dtype(t) not in _FULL_PRECISION for name, t in stored if name != "bias")
 
 
 def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """dtype of what a tensor holds, integers first: a quantised tensor calls itself floating."""
+    """The dtype that a tensor is stored in. A quantised tensor states a floating one and holds
+    integers."""
     dtypes = [leaf.dtype for leaf in _leaves(tensor)]
     return next((dtype for dtype in dtypes if dtype not in _FULL_PRECISION), tensor.dtype)
 
