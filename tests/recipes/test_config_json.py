@@ -148,7 +148,7 @@ def ours_says(folder):
     targets = CAUSAL[:, 1:]
     with torch.no_grad():
         return nll_of(
-            ready.model, CAUSAL[:, :-1], targets, torch.ones_like(targets).bool()
+            ready.decoder.model, CAUSAL[:, :-1], targets, torch.ones_like(targets).bool()
         ).double(), ready.notes
 
 
@@ -402,7 +402,7 @@ def test_trained_weights(kind, changes, tmp_path):
     ready = prepare_model(found["model"], checkpointer, torch.float32)
     ready.load(None, torch.device("cpu"))
     tokenizer = hf_tokenizer(str(tmp_path))
-    result = evaluate(ready.model, tokenizer, texts, max_seq_len=200)
+    result = evaluate(ready.decoder.model, tokenizer, texts, max_seq_len=200)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float64
     )

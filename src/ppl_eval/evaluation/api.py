@@ -46,15 +46,15 @@ def evaluate(
     noise_floor: bool = True,
     device: torch.device | str | None = None,
 ) -> Evaluation:
-    """Perplexity of a model that is already built and, if at all, sharded.
+    """Perplexity of a model that is already built, and sharded if it is to be.
 
-    For a training loop or a notebook. With several processes every rank calls it with the same
-    arguments, and gets the same result.
+    For a training loop or a notebook. Every rank calls it with the same arguments and gets the
+    same result.
 
     Args:
         model: a torchtune ``TransformerDecoder``, plain or under FSDP2 or DDP, or any module that
             maps token ids [B, T] to logits [B, T, V] (or to an object with ``.logits``).
-        tokenizer: the model's: ``encode(text, add_bos, add_eos)``, ``bos_id``, ``eos_id``.
+        tokenizer: has ``encode(text, add_bos, add_eos)``, ``bos_id`` and ``eos_id``.
         documents: texts, mappings with ``text`` (and ``id``, ``domain``), or a ``text_corpus``.
         protocol: the rule that makes windows: see docs/protocols.md.
         max_seq_len: tokens in a window, BOS included; None: the protocol's default, mostly 1,024,
@@ -68,13 +68,12 @@ def evaluate(
         max_documents: take the first N documents.
         fp32_logits: compute logits in fp32, also for a bf16 model; see
             :class:`ppl_eval.score.reader.Reader`. With a teacher logits are always fp32.
-        group: the ranks that read different documents. None: all processes, which is right for
-            FSDP2 and DDP.
+        group: ranks that read different documents; None: all, which is right for FSDP2 and DDP.
         meshes: from :meth:`ParallelDims.build_mesh`, in place of ``group``, for a torchtune decoder
-            that is split by :func:`ppl_eval.parallel.tensor.split_decoder`, or whose windows are to
-            be shared by several ranks (cp).
-        teacher: a model with the same tokenizer, on the same device, that reads the same windows;
-            the result then has ``teacher`` and ``fidelity``.
+            split by :func:`ppl_eval.parallel.tensor.split_decoder`, or windows split over ranks
+            (cp).
+        teacher: a model with the same tokenizer, on the same device; the result then has
+            ``teacher`` and ``fidelity``.
         teacher_meshes: the teacher's meshes, if it is split otherwise; None: ``meshes``.
         noise_floor: with a teacher, measure how far a differently rounded teacher is from it; the
             teacher reads one batch in sixteen twice more.
@@ -127,8 +126,7 @@ def evaluate(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes: where its first parameter is, or where FSDP2 brings the parameters
-    that it keeps on the CPU."""
+    """The device of the first parameter, or the one that FSDP2 moves offloaded parameters to."""
     first = next(chain(model.parameters(), model.buffers()), None)
     if first is None:
         return torch.device("cpu")

@@ -28,8 +28,8 @@ class Preflight:
 
     Attributes:
         student: the model that is measured.
-        teacher: the model that reads the same windows, if there is one.
-        tokenizer: the student's, and the teacher's too.
+        teacher: the model that it is compared with, if there is one.
+        tokenizer: the tokenizer of both.
         workload: documents, windows and plan.
         warnings: to print before the run, one sentence each.
         notes: what was decided for the user, one sentence each.
@@ -59,7 +59,7 @@ def prepare(
         on_encode: see :func:`ppl_eval.data.encode.encode_corpus`.
 
     Raises:
-        UserError: whatever is wrong with checkpoint, model section, tokenizer, text or protocol.
+        UserError: anything wrong with checkpoint, model section, tokenizer, text or protocol.
     """
     for key in cfg.components:
         components.find(getattr(cfg, key)["_component_"], key)
@@ -77,8 +77,7 @@ def prepare(
     models, num_ids = [d.model for d in decoders], [d.num_ids for d in decoders]
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
     window, notes = fit_window(models, cfg.protocol.name, cfg.protocol.max_seq_len)
-    options = {**asdict(cfg.protocol), "max_seq_len": window}
-    protocol = make_protocol(tokenizer, **options)
+    protocol = make_protocol(tokenizer, **{**asdict(cfg.protocol), "max_seq_len": window})
     notes, warnings = student.notes + notes, student.warnings
     if teacher is not None:
         notes += tuple(f"the teacher: {note}" for note in teacher.notes)
@@ -147,16 +146,16 @@ def _text_warnings(
 
 
 def _idle_warnings(workload: Workload, num_ranks: int, budget: int) -> Iterator[str]:
+    """Ranks that have no batch, and what would give them one."""
     num_batches = len(workload.plan.batches)
     num_idle = num_ranks - num_batches
     if num_idle <= 0:
         return
     enough = largest_budget_for(num_ranks, workload.windows, budget)
+    advice = f"max_tokens_per_batch={enough} gives each of them some"
     if enough is None:
         windows = counted(len(workload.windows), "window")
         advice = f"the text has no more than {windows}, so take fewer processes"
-    else:
-        advice = f"max_tokens_per_batch={enough} gives each of them some"
     yield (
         f"{num_ranks:,} data-parallel ranks share {counted(num_batches, 'batch')}, so"
         f" {counted(num_idle, 'rank')} will have no work: {advice}"

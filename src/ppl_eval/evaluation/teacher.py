@@ -29,17 +29,14 @@ def of_the_teacher() -> Iterator[None]:
 
 
 def teacher_dims(cfg: EvalConfig, dims: ParallelDims) -> ParallelDims:
-    """The teacher's parallel degrees: the student's, except where ``teacher_parallel`` says other.
-
-    Raises:
-        UserError: see :func:`teacher_degrees`.
-    """
+    """The student's parallel degrees ``dims`` with the teacher's tp and cp; raises as
+    :func:`teacher_degrees` does."""
     tp, cp = teacher_degrees(cfg)
     return replace(dims, tp=tp, cp=cp)
 
 
 def teacher_degrees(cfg: EvalConfig) -> tuple[int, int]:
-    """tp and cp of the teacher.
+    """tp and cp of the teacher: the student's, except where ``teacher_parallel`` gives others.
 
     Raises:
         UserError: tp * cp differs from the student's, so the models would read different batches.
@@ -63,12 +60,12 @@ def check_tokenizer(
 
     Args:
         cfg: names both checkpoints.
-        tokenizer: the student's.
+        tokenizer: the student's tokenizer.
         num_ids: rows of the student's head.
         teacher_num_ids: rows of the teacher's head.
 
     Yields:
-        A sentence for everything that could not be compared, and for heads of different sizes.
+        A note for everything that could not be compared, and for heads of different sizes.
 
     Raises:
         UserError: the tokenizers differ.
@@ -82,8 +79,12 @@ def check_tokenizer(
     else:
         found = tokenizers.difference(tokenizer, components.build(section, "tokenizer"))
         if found is None and not isinstance(tokenizer, HFTokenizer):
-            differing = (pair for pair in files if not _same_content(*pair))
-            found = next((f"{student} and {teacher}" for student, teacher in differing), None)
+            differing = (
+                f"{student} and {teacher}"
+                for student, teacher in files
+                if student.is_file() and student.read_bytes() != teacher.read_bytes()
+            )
+            found = next(differing, None)
             if not files:
                 yield (
                     "the tokenizers of student and teacher come from different kinds of files, and"
@@ -105,12 +106,10 @@ def check_tokenizer(
 def _teachers_tokenizer(
     cfg: EvalConfig,
 ) -> tuple[list[tuple[Path, Path]], dict[str, Any] | None]:
-    """Find the teacher's tokenizer: the student's section with the teacher's files of the same
-    names, else what the teacher's folder says.
+    """(pairs of a student's and a teacher's file, the teacher's ``tokenizer`` section or None).
 
-    Returns:
-        (the student's and the teacher's files of the same names, the section of the teacher's
-        tokenizer or None if its folder has none).
+    The section is the student's with the teacher's files of the same names; without these, what
+    the teacher's folder says, and there are no pairs.
     """
     if cfg.teacher_checkpointer.get("checkpoint_dir") is None:
         return [], None
@@ -135,10 +134,6 @@ def _teachers_tokenizer(
 def _has_counterpart(student: Path, teacher: Path) -> bool:
     """Whether the teacher has the student's file, or a folder with a tokenizer in its place."""
     return teacher.is_file() if student.is_file() else (teacher / "tokenizer.json").is_file()
-
-
-def _same_content(student: Path, teacher: Path) -> bool:
-    return student.is_dir() or student.read_bytes() == teacher.read_bytes()
 
 
 def check_same_batches(student: Reader, teacher: Reader) -> None:

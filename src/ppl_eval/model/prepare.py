@@ -67,7 +67,7 @@ class PreparedModel:
     ) -> None:
         """Split and shard the model over ``meshes``, and read this rank's weights onto ``device``.
 
-        Afterwards the model can evaluate. No communication.
+        No communication. Afterwards the model can evaluate.
         """
         decoder, adapter = self.decoder, self.adapter
         if meshes is not None:
@@ -99,10 +99,10 @@ def prepare_model(
         cp: ranks that will share a window.
         parallel_key: the config section that has tp and cp, for messages.
         adapter_dir: folder of a LoRA or DoRA adapter, or None.
-        merge: add it to the weights as they are read; False keeps its matrices beside them.
+        merge: merge it into the weights as they are read; False keeps its matrices apart.
 
     Raises:
-        UserError: whatever is wrong with section, checkpoint or adapter.
+        UserError: anything wrong with section, checkpoint or adapter.
     """
     checkpoint = Checkpoint.open(checkpointer)
     if section["_component_"].startswith("torchtune."):

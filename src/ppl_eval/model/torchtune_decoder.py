@@ -21,12 +21,7 @@ _at_head: ContextVar[Callable[[torch.Tensor], torch.Tensor]] = ContextVar("at_he
 
 
 class CappedHead(nn.Module):
-    """A head whose logits are soft-capped (Gemma 2).
-
-    Args:
-        head: gives the logits: a linear layer or torchtune's TiedLinear.
-        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
-    """
+    """A head (linear or torchtune's TiedLinear) whose logits are soft-capped, as Gemma 2's are."""
 
     def __init__(self, head: Any, soft_cap: float) -> None:
         super().__init__()
@@ -62,11 +57,7 @@ class LayerAttention:
 
 
 class TorchtuneDecoder:
-    """See :class:`ppl_eval.decoder.Decoder`.
-
-    Args:
-        model: torchtune's TransformerDecoder, on any device, sharded or not.
-    """
+    """A :class:`ppl_eval.decoder.Decoder` of torchtune's model, on any device, sharded or not."""
 
     split_plan: Mapping[str, str] = {
         "tok_embeddings": "vocabulary",
