@@ -24,6 +24,7 @@ from ppl_eval.report.output import RESULTS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer, TokenisingProgress
 from ppl_eval.report.results import assemble, writers
 from ppl_eval.report.terminal import log_workload, results_text
+from ppl_eval.verify.verify import verify_run
 
 logger = logging.getLogger("ppl_eval")
 
@@ -154,6 +155,9 @@ class PerplexityEvalRecipe:
         if problem or self.metric_logger.problem:
             raise UserError("; ".join(filter(None, (problem, self.metric_logger.problem))))
         print(f"results: {self.output.path / RESULTS}")
+        if self.cfg.verify.windows:
+            self.readers.clear()  # their memory is for the plain model
+            print(verify_run(self.output.path, self.cfg))
         exceeded = over_limits(content, self.cfg.fail_if)
         if exceeded:
             raise LimitExceeded(exceeded)

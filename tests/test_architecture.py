@@ -10,7 +10,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src/ppl_eval"
 FLOORS = (
-    *("commands", "report", "evaluation", "config", "model", "adapter", "metrics", "data"),
+    *(
+        "commands",
+        "verify",
+        "report",
+        "evaluation",
+        "config",
+        "model",
+        "adapter",
+        "metrics",
+        "data",
+    ),
     *("checkpoint", "score", "parallel"),
 )
 """Rooms from the top. A file imports from its own room and from rooms below it, and any file may

@@ -128,6 +128,17 @@ def _compare(args: argparse.Namespace) -> None:
     print(compare(args.results, with_domains=args.domains))
 
 
+def _verify(args: argparse.Namespace) -> None:
+    """Score windows of a finished run again, by other code in one process.
+
+    ppl-eval verify out/student
+    ppl-eval verify out/student --windows all
+    """
+    from ppl_eval.verify.verify import verify_folder
+
+    print(verify_folder(args.results, args.windows, args.tolerance))
+
+
 def _drop_layers(args: argparse.Namespace) -> None:
     """Copy a Hugging Face folder without some of the model's layers: a student to distil.
 
@@ -168,6 +179,11 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]]
     _compare: {
         "results": {"nargs": "+", "type": _path, "help": "output folders or results.json"},
         "--domains": {"action": "store_true", "help": "with a row for each domain"},
+    },
+    _verify: {
+        "results": {"type": _path, "help": "output folder of the run"},
+        "--windows": {"metavar": "K", "help": "number of windows, or all"},
+        "--tolerance": {"type": float, "metavar": "X", "help": "of the NLL, relative"},
     },
     _drop_layers: {
         "teacher": {"type": _path, "help": "Hugging Face folder"},

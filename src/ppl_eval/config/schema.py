@@ -101,6 +101,18 @@ class BootstrapConfig:
 
 
 @dataclass
+class VerifyConfig:
+    """A check of the run's numbers by other code, in one process, after the results are written
+    (docs/verify.md)."""
+
+    windows: int | str = 0
+    """Number of windows that are scored again, or all. 0: no check."""
+    tolerance: float | None = None
+    """How far the NLL of a window may be from the plain model's, relative to it. null: 1e-5 for
+    fp32, 2e-2 for bf16, 2e-3 for fp16."""
+
+
+@dataclass
 class EvalConfig:
     """Every key of a config."""
 
@@ -148,6 +160,7 @@ class EvalConfig:
     fail_if: dict[str, Any] = field(default_factory=dict)
     """Upper limits: key of results.json, such as metrics.token_perplexity, and the largest value
     allowed. If a value is larger or null, the run fails after its results are written."""
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     process_group: ProcessGroupConfig = field(default_factory=ProcessGroupConfig)
     device: str | None = None

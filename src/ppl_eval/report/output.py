@@ -16,6 +16,7 @@ from ppl_eval.errors import UserError
 RESULTS = "results.json"
 DOCUMENTS = "documents.jsonl"
 TOKENS = "tokens.parquet"
+WINDOWS = "windows.parquet"
 CONFIG = "torchtune_config.yaml"
 """Written by torchtune's metric loggers, which take the name from its recipes."""
 
@@ -54,7 +55,7 @@ class OutputFolder:
                 f"output_dir is {name}, but nothing can be written there: {_reason(error)}"
             ) from error
         atexit.register(self.close)
-        for file in (RESULTS, DOCUMENTS, TOKENS, CONFIG):
+        for file in (RESULTS, DOCUMENTS, TOKENS, WINDOWS, CONFIG):
             if (self.path / file).exists() and not _is_ours(self.path / file):
                 raise UserError(
                     f"output_dir is {name}, whose {file} is not from ppl_eval and would be"
@@ -123,11 +124,13 @@ class OutputFolder:
         return missing
 
     def _replace(self) -> None:
-        complete = [n for n in (TOKENS, DOCUMENTS, RESULTS) if (self._unfinished / n).exists()]
+        complete = [
+            n for n in (TOKENS, WINDOWS, DOCUMENTS, RESULTS) if (self._unfinished / n).exists()
+        ]
         if not complete:
             return
         try:
-            for name in (RESULTS, DOCUMENTS, TOKENS, CONFIG):
+            for name in (RESULTS, DOCUMENTS, TOKENS, WINDOWS, CONFIG):
                 (self.path / name).unlink(missing_ok=True)
             for name in complete:
                 (self._unfinished / name).rename(self.path / name)
@@ -139,6 +142,20 @@ class OutputFolder:
                 f"{error.filename} cannot be replaced ({_reason(error)});"
                 f" the new files are in {kept}"
             ) from error
+
+
+def replace_results(folder: Path, write: Callable[[Path], None]) -> None:
+    """Put another results.json into a folder, in one step.
+
+    Raises:
+        UserError: it cannot be written; the one that is there is kept.
+    """
+    unfinished = folder / f".{RESULTS}"
+    try:
+        write(unfinished)
+        unfinished.replace(folder / RESULTS)
+    except OSError as error:
+        raise UserError(f"{folder / RESULTS} cannot be replaced: {_reason(error)}") from error
 
 
 def _lock(folder: Path) -> IO[bytes]:
@@ -164,10 +181,10 @@ def _lock(folder: Path) -> IO[bytes]:
 def _is_ours(file: Path) -> bool:
     """Whether what has one of our names is a result, which the next run may replace."""
     try:
-        if file.name == TOKENS:
+        if file.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            return "nll_nats" in pq.read_schema(file).names
+            return not {"nll_nats", "nll_nats_sum"}.isdisjoint(pq.read_schema(file).names)
         with file.open(encoding="utf-8") as text:
             if file.name == CONFIG:
                 return "\nmax_tokens_per_batch:" in text.read()

@@ -23,8 +23,9 @@ from ppl_eval.metrics.summary import NOT_SCORED, DocumentTable, Summary, Totals,
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.report import environment
 from ppl_eval.report.fidelity_section import fidelity, with_texts
-from ppl_eval.report.output import DOCUMENTS, RESULTS, TOKENS
+from ppl_eval.report.output import DOCUMENTS, RESULTS, TOKENS, WINDOWS
 from ppl_eval.report.token_file import write_tokens
+from ppl_eval.report.window_file import write_windows
 
 SCHEMA_VERSION = 1
 
@@ -196,6 +197,7 @@ def writers(
     files: dict[str, Callable[[Path], None]] = {
         RESULTS: partial(write_results, content=content),
         DOCUMENTS: partial(write_documents, documents=found.summary.documents),
+        WINDOWS: partial(write_windows, windows=found.workload.windows, ledger=found.ledger),
     }
     if tokens is not None:
         files[TOKENS] = partial(write_tokens, workload=found.workload, records=tokens)
