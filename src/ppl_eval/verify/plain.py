@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.errors import one_line
+from ppl_eval.files import read_json
 from ppl_eval.model.prepare import prepare_model
 from ppl_eval.parallel.process_group import DTYPES
 from ppl_eval.verify.windows import Window
@@ -125,11 +127,39 @@ def _why_not_transformers(cfg: EvalConfig, checkpoint: Checkpoint) -> str | None
     if not str(cfg.checkpointer["_component_"]).endswith(".FullModelHFCheckpointer"):
         return "the checkpoint is not in Hugging Face's layout"
     if cfg.adapter.dir is not None:
-        if importlib.util.find_spec("peft") is None:
-            return "peft is not installed, which reads its adapters"
-        if not list(Path(cfg.adapter.dir).glob("adapter_model.*")):
-            return "the adapter is not in PEFT's layout"
+        folder = Path(cfg.adapter.dir)
+        if not all((folder / name).is_file() for name in (_ADAPTER, _ADAPTER_CONFIG)):
+            return f"the adapter has no {_ADAPTER} with {_ADAPTER_CONFIG}"
+        settings = read_json(folder / _ADAPTER_CONFIG)
+        more = [
+            key for key in _BEYOND_LORA if settings.get(key) not in (None, False, {}, [], "none")
+        ]
+        if more:
+            return f"the adapter has {', '.join(more)}"
     return None
+
+
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_BEYOND_LORA = (
+    *("use_dora", "rank_pattern", "alpha_pattern", "bias", "modules_to_save", "fan_in_fan_out"),
+    *("layer_replication", "lora_bias", "trainable_token_indices", "target_parameters"),
+)
+"""Settings of PEFT that make an adapter more than W + alpha / r B A (or alpha / sqrt(r))."""
+
+
+def _add_lora(model: torch.nn.Module, folder: Path) -> None:
+    """Add B A to the weights of transformers' model, in place."""
+    settings = read_json(folder / _ADAPTER_CONFIG)
+    rank = settings["r"]
+    scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    tensors = load_file(folder / _ADAPTER)
+    weights = dict(model.named_parameters())
+    for name in [name for name in tensors if ".lora_A." in name]:
+        a, b = tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B."))
+        weight = weights[name.removeprefix("base_model.model.").replace(".lora_A.", ".")]
+        weight.data = (weight.double() + scale * (b.double() @ a.double())).to(weight.dtype)
+    if tensors:
+        raise KeyError(f"{next(iter(tensors))} in {_ADAPTER}")
 
 
 def _by_transformers(cfg: EvalConfig, device: torch.device) -> PlainModel | str:
@@ -151,9 +181,7 @@ def _by_transformers(cfg: EvalConfig, device: torch.device) -> PlainModel | str:
         if info["missing_keys"] or info["mismatched_keys"]:
             return "it finds other tensors in the checkpoint than it needs"
         if cfg.adapter.dir is not None:
-            import peft
-
-            model = peft.PeftModel.from_pretrained(model, cfg.adapter.dir)
+            _add_lora(model, Path(cfg.adapter.dir))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         return one_line(error)
     finally:
