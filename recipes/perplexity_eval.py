@@ -134,7 +134,6 @@ class PerplexityEvalRecipe:
 
         Raises:
             UserError: a file or the metric logger failed.
-            LimitExceeded: a number is above its limit in ``fail_if``.
         """
         if self.output is None:
             return
@@ -155,12 +154,22 @@ class PerplexityEvalRecipe:
         if problem or self.metric_logger.problem:
             raise UserError("; ".join(filter(None, (problem, self.metric_logger.problem))))
         print(f"results: {self.output.path / RESULTS}")
+        self.exceeded = over_limits(content, self.cfg.fail_if)
+
+    def check(self) -> None:
+        """On rank 0: verify the numbers by other code, and compare them with their limits.
+
+        Raises:
+            UserError: a number is not what a plain model gives.
+            LimitExceeded: a number is above its limit in ``fail_if``.
+        """
+        if self.output is None:
+            return
+        del self.readers, self.prepared, self.found  # the plain model needs their memory
         if self.cfg.verify.windows:
-            self.readers.clear()  # their memory is for the plain model
             print(verify_run(self.output.path, self.cfg))
-        exceeded = over_limits(content, self.cfg.fail_if)
-        if exceeded:
-            raise LimitExceeded(exceeded)
+        if self.exceeded:
+            raise LimitExceeded(self.exceeded)
 
 
 @parse
@@ -171,6 +180,7 @@ def recipe_main(cfg: EvalConfig) -> None:
     recipe.evaluate()
     recipe.cleanup()
     recipe.report()
+    recipe.check()
 
 
 if __name__ == "__main__":

@@ -155,6 +155,10 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _windows(text: str) -> int | str:
+    return text if text == "all" else int(text)
+
+
 _CONFIG = {
     "--config": {"required": True, "metavar": "NAME_OR_PATH"},
     "overrides": {"nargs": "*", "metavar": "key=value"},
@@ -182,7 +186,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]]
     },
     _verify: {
         "results": {"type": _path, "help": "output folder of the run"},
-        "--windows": {"metavar": "K", "help": "number of windows, or all"},
+        "--windows": {"metavar": "K", "type": _windows, "help": "number of windows, or all"},
         "--tolerance": {"type": float, "metavar": "X", "help": "of the NLL, relative"},
     },
     _drop_layers: {

@@ -1,8 +1,12 @@
 """``verify`` catches faults planted in the run: in fp32, on the embedded pair, with all windows."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +19,14 @@ from ppl_eval import shipped
 from ppl_eval.data import collate as collating
 from ppl_eval.data import protocol as protocols
 from ppl_eval.data import windows
+from ppl_eval.errors import UserError
 from ppl_eval.evaluation import workload
 from ppl_eval.metrics.ledger import Ledger
 from ppl_eval.model import corrections, prepare
 from ppl_eval.score.head import Head
+from ppl_eval.verify import plain
+from ppl_eval.verify.verify import check_causal, later_token_changes, verify_folder
+from ppl_eval.verify.windows import Window
 
 TEACHER = ("tiny_teacher_ppl_eval", "verify.windows=all")
 TRANSFORMERS = pytest.importorskip("transformers")
@@ -241,3 +249,114 @@ def test_an_adapter_applied_twice(run_recipe, monkeypatch, tmp_path, planted):
     else:
         code, _, err = run_recipe(*TEACHER, f"adapter.dir={folder}")
         assert code == 0, err
+
+
+@pytest.fixture
+def finished(run_recipe):
+    """Folder of a finished run of twelve documents."""
+    code, _, err = run_recipe("tiny_teacher_ppl_eval", "max_documents=12", "save_tokens=true")
+    assert code == 0, err
+    return Path("out/tiny_teacher_ppl_eval")
+
+
+def ppl_eval_verify(folder, *args):
+    return subprocess.run(
+        [sys.executable, "-m", "ppl_eval.cli", "verify", str(folder), *args],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_finished_run(finished):
+    before = json.loads((finished / "results.json").read_text())
+    ended = ppl_eval_verify(finished, "--windows", "7")
+    assert ended.returncode == 0, ended.stderr
+    assert "verified 7 of" in ended.stdout
+    after = json.loads((finished / "results.json").read_text())
+    assert after.pop("verify")["windows"] == 7
+    assert after == before
+    ended = ppl_eval_verify(finished, "--windows", "all", "--tolerance", "1e-12")
+    assert ended.returncode == 1
+    assert "by more than 1e-12" in ended.stderr
+
+
+def test_a_run_that_was_changed(finished):
+    """The rows of two documents change places: each number is right, and not its document's."""
+    file = finished / "documents.jsonl"
+    lines = file.read_text().splitlines()
+    first, second = json.loads(lines[0]), json.loads(lines[1])
+    first["nll_nats_sum"] += 1.0
+    file.write_text(
+        "\n".join(map(json.dumps, (first, second))) + "\n" + "\n".join(lines[2:]) + "\n"
+    )
+    ended = ppl_eval_verify(finished)
+    assert ended.returncode == 1
+    assert "documents.jsonl adds up to" in ended.stderr
+
+
+def damaged(folder, fault):
+    results = folder / "results.json"
+    content = json.loads(results.read_text())
+    if fault == "no results":
+        results.unlink()
+    elif fault == "cut short":
+        data = (folder / "windows.parquet").read_bytes()
+        (folder / "windows.parquet").write_bytes(data[: len(data) // 2])
+    elif fault == "documents cut short":
+        lines = (folder / "documents.jsonl").read_text()
+        (folder / "documents.jsonl").write_text(lines[: len(lines) // 2])
+    elif fault == "other schema":
+        results.write_text(json.dumps({**content, "schema_version": 99}))
+    elif fault == "unknown protocol":
+        content["protocol"]["name"] = "backwards"
+        results.write_text(json.dumps(content))
+    elif fault == "no config":
+        del content["config"]
+        results.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("no results", "give the output folder of a finished run"),
+        ("cut short", "windows.parquet cannot be read"),
+        ("documents cut short", "documents.jsonl"),
+        ("other schema", "schema_version 99"),
+        ("unknown protocol", "the run's protocol is 'backwards'"),
+        ("no config", "has no config"),
+    ],
+)
+def test_a_folder_that_cannot_be_verified(finished, fault, sentence):
+    damaged(finished, fault)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        verify_folder(finished, None, None)
+
+
+def test_a_model_too_large_for_one_process(finished, monkeypatch):
+    monkeypatch.setattr(plain, "free_bytes", lambda device: 2**20)
+    said = verify_folder(finished, None, None)
+    assert said.startswith("not verified: the whole model needs about")
+    assert section() is None
+
+
+@pytest.mark.parametrize("value", ["some", "-1"])
+def test_a_number_of_windows_that_is_none(run_recipe, value):
+    code, _, err = run_recipe("tiny_teacher_ppl_eval", f"verify.windows={value}")
+    assert code == 1
+    assert "verify.windows is" in err
+
+
+@pytest.mark.parametrize(("reads_ahead", "least", "most"), [(True, 0.1, 1e9), (False, 0, 1e-6)])
+def test_a_model_that_reads_later_tokens(reads_ahead, least, most):
+    table = torch.randn(30, 30, generator=torch.Generator().manual_seed(2))
+
+    def logits(ids):
+        whole = table[ids].mean(0) if reads_ahead else 0
+        return table[ids] + whole
+
+    model = plain.PlainModel(logits, torch.device("cpu"), "a test's")
+    window = Window(0, list(range(12)), list(range(1, 12)), 0)
+    change, problems = later_token_changes(model, window), []
+    assert least <= change <= most
+    check_causal(change, problems)
+    assert bool(problems) == reads_ahead

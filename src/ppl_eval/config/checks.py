@@ -31,6 +31,7 @@ _LEAST = {
     "teacher_parallel.cp": 1,
     "bootstrap.resamples": 0,
     "bootstrap.seed": 0,
+    "verify.tolerance": 0,
 }
 """Key -> the least value that it may have, apart from null."""
 
@@ -66,6 +67,9 @@ def check_values(config: EvalConfig) -> None:
             raise UserError(f"{key} is {values[key]}, but it is at least {least}")
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
+    windows = config.verify.windows
+    if windows != "all" and (isinstance(windows, str) or windows < 0):
+        raise UserError(f"verify.windows is {windows!r}, but it is a number, or all")
     config.fail_if = dict(leaves(config.fail_if))
     check_limits(config.fail_if, config.protocol.name)
     for key, value in values.items():

@@ -27,6 +27,9 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 """dtype -> how far the NLL of a window, and of all of them, may be from the plain model's: relative
 to it, or to 1 nat a token if it is less."""
 
+_WINDOWS = 20
+"""Windows that ``ppl-eval verify`` compares where neither it nor the config says how many."""
+
 _SAME_SUM = 1e-9
 """Relative difference of two sums of the same float64 numbers, added in different orders."""
 
@@ -80,15 +83,17 @@ def verify_folder(folder: Path, windows: int | str | None, tolerance: float | No
 
     Args:
         folder: the output folder of a finished run; its relative paths are of the current folder.
-        windows: number of windows, or ``all``; None: as the config says, else 20.
+        windows: number of windows, or ``all``; None: as the config says, else
+            :data:`_WINDOWS`.
         tolerance: None: by the run's dtype.
     """
     content = read_results(folder)
     if "config" not in content:
         raise UserError(f"{folder} has no config, so its windows cannot be made again")
-    cfg = build(content["config"], {})
-    cfg.verify.windows = windows or cfg.verify.windows or 20
-    cfg.verify.tolerance = cfg.verify.tolerance if tolerance is None else tolerance
+    config = dict(content["config"])
+    asked = {**config.get("verify", {}), **({"tolerance": tolerance} if tolerance else {})}
+    asked["windows"] = windows or asked.get("windows") or _WINDOWS
+    cfg = build({**config, "verify": asked}, {})
     return verify_run(folder, cfg)
 
 
@@ -148,7 +153,7 @@ def _verify(folder: Path, content: Mapping[str, Any], cfg: EvalConfig) -> dict[s
         nll = math.fsum(plain.nll(window).tolist())
         compared.append((*key, len(window.scored), float(rows["nll_nats_sum"][row]), nll))
         if probe is None and len(window.ids) > 3:
-            probe = _later_token_changes(plain, window)
+            probe = later_token_changes(plain, window)
     tolerance = cfg.verify.tolerance
     tolerance = TOLERANCES[cfg.dtype] if tolerance is None else tolerance
     return {
@@ -156,7 +161,7 @@ def _verify(folder: Path, content: Mapping[str, Any], cfg: EvalConfig) -> dict[s
         "windows_of_run": num_windows,
         "tolerance": tolerance,
         **_compare(compared, tolerance, problems),
-        "later_token_changes_nats": _check_causal(probe, problems),
+        "later_token_changes_nats": check_causal(probe, problems),
         "problems": problems,
         "seconds": perf_counter() - started,
     }
@@ -208,7 +213,7 @@ def _compare(
 _PLAIN = "plain_nll_nats_sum"
 
 
-def _later_token_changes(plain: PlainModel, window: Window) -> float:
+def later_token_changes(plain: PlainModel, window: Window) -> float:
     """By how many nats other tokens in the second half of a window change the losses before."""
     half = len(window.ids) // 2
     changed = {i: window.ids[i - half] for i in range(half, len(window.ids) - 1)}
@@ -219,7 +224,8 @@ def _later_token_changes(plain: PlainModel, window: Window) -> float:
     return float((plain.nll(probed) - plain.nll(probed, changed)).abs().max())
 
 
-def _check_causal(change: float | None, problems: list[str]) -> float | None:
+def check_causal(change: float | None, problems: list[str]) -> float | None:
+    """Add a problem if a later token changed an earlier loss by more than rounding."""
     if change is not None and not change <= _CAUSAL:
         problems.append(
             f"the model is not causal: later tokens change an earlier loss by {change:.3g} nats, so"
