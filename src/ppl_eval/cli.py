@@ -118,14 +118,25 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    """Show several runs as one table.
+    """Show several runs as one table, and say which differences are established.
 
-    ppl-eval compare out/student out/teacher
-    ppl-eval compare out/*/results.json --domains
+    ppl-eval compare out/before out/after
+    ppl-eval compare out/*/ --baseline out/teacher --sort bits_per_byte --format markdown
     """
+    if len(args.baseline or ()) > 1:
+        raise UserError(f"--baseline is given {len(args.baseline)} times, but there is one")
     from ppl_eval.commands.compare import compare
 
-    print(compare(args.results, with_domains=args.domains))
+    print(
+        compare(
+            args.results,
+            baseline=args.baseline[0] if args.baseline else None,
+            sort=args.sort,
+            format=args.format,
+            with_domains=args.domains,
+            force=args.force,
+        )
+    )
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -182,7 +193,16 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]]
     },
     _compare: {
         "results": {"nargs": "+", "type": _path, "help": "output folders or results.json"},
+        "--baseline": {
+            "type": _path,
+            "action": "append",
+            "metavar": "DIR",
+            "help": "what the others are compared with; the first if left out",
+        },
+        "--sort": {"metavar": "METRIC", "help": "such as token_perplexity, or name"},
+        "--format": {"choices": ("table", "markdown", "csv", "json"), "default": "table"},
         "--domains": {"action": "store_true", "help": "with a row for each domain"},
+        "--force": {"action": "store_true", "help": "also runs that cannot be compared; mark them"},
     },
     _verify: {
         "results": {"type": _path, "help": "output folder of the run"},

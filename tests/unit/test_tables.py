@@ -1,14 +1,15 @@
 """Tables and lines for a terminal of 80 columns, whatever they hold."""
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppl_eval.commands.compare import fidelity_table
+from ppl_eval.commands.compare import Run, fidelity_rows
 from ppl_eval.plural import counted
-from ppl_eval.report.layout import columns, number, shortened
+from ppl_eval.report.layout import align, columns, number, shortened
 from ppl_eval.report.tables import result_rows, result_table
 
 METRICS = (
@@ -61,7 +62,8 @@ def test_a_table_of_results_fits(part, name, domains):
 )
 def test_a_table_beside_a_teacher_fits(found, names):
     contents = [{"fidelity": {**part, "by_domain": {names[-1]: part}}} for part in found]
-    assert fits(fidelity_table(contents, names[: len(found)], with_domains=True))
+    runs = [Run(Path(), name, content) for name, content in zip(names, contents, strict=False)]
+    assert fits(align(fidelity_rows(runs, with_domains=True)))
 
 
 def test_a_usual_table_keeps_names_and_digits():

@@ -34,6 +34,16 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*map(line, top), rule, *map(line, body)])
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The rows of :func:`align` as a table in Markdown."""
+    heading, *body = [
+        [" ".join(cell.split()).replace("/ ", "/").replace("|", r"\|") for cell in row]
+        for row in rows
+    ]
+    rule = ["---", *("---:" for _ in heading[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *body))
+
+
 _SHORTEST_NAME = 6
 
 
