@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppl_eval.commands.compare import Run, fidelity_rows
+from ppl_eval.commands.compare import fidelity_rows
+from ppl_eval.commands.runs import Run
 from ppl_eval.plural import counted
 from ppl_eval.report.layout import align, columns, number, shortened
 from ppl_eval.report.tables import result_rows, result_table
