@@ -22,7 +22,7 @@ from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.report.metric_logger import MetricLogger
 from ppl_eval.report.output import RESULTS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer, TokenisingProgress
-from ppl_eval.report.results import assemble, writers
+from ppl_eval.report.results import assemble, run_info, writers
 from ppl_eval.report.terminal import log_workload, results_text
 from ppl_eval.verify.verify import verify_run
 
@@ -137,16 +137,16 @@ class PerplexityEvalRecipe:
         """
         if self.output is None:
             return
-        content = assemble(
+        info = run_info(
             self.cfg,
             self.prepared,
-            self.found,
             self.dims,
             fingerprints=self.fingerprints,
             seconds=self.timer.seconds,
             peak_memory_gib=self.peak_memory_gib,
             device=self.device,
         )
+        content = assemble(self.found, info)
         problem = self.output.publish(writers(content, self.found, self.tokens))
         num_steps = self.workload.plan.num_steps(self.dims.batch_size)
         self.metric_logger.log_results(content, self.cfg, step=num_steps)

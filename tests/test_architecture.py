@@ -25,7 +25,7 @@ FLOORS = (
 )
 """Rooms from the top. A file imports from its own room and from rooms below it, and any file may
 import those of the package's own folder that are no programs."""
-PROGRAMS = {"__init__", "__main__", "cli"}
+PROGRAMS = {"__init__", "__main__", "api", "cli"}
 APART = ("tools", "embedded")
 """What nothing else imports."""
 

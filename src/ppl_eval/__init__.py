@@ -1,8 +1,8 @@
 """ppl_eval: perplexity evaluation for torchtune models on any number of processes.
 
-``ppl_eval.evaluate`` measures a model that is already built; ``ppl_eval.Perplexity`` is the metric
-alone. Both are loaded on first use: ``import ppl_eval`` imports neither torch nor torchtune, and
-changes nothing of logging and warnings.
+``ppl_eval.evaluate`` measures a model that is already built, ``ppl_eval.load`` builds one from a
+folder, ``ppl_eval.Perplexity`` is the metric alone. All are loaded on first use: ``import
+ppl_eval`` imports neither torch nor torchtune, and changes nothing of logging and warnings.
 """
 
 import importlib
@@ -10,23 +10,35 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ppl_eval.api import evaluate, load
+    from ppl_eval.data.corpus import text_corpus
     from ppl_eval.data.documents import Document
     from ppl_eval.errors import UserError
-    from ppl_eval.evaluation.api import evaluate
-    from ppl_eval.evaluation.loop import Evaluation
     from ppl_eval.metrics.perplexity import Perplexity
+    from ppl_eval.report.evaluation import Evaluation
 
 __version__ = version("ppl_eval")
 
-__all__ = ["Document", "Evaluation", "Perplexity", "UserError", "__version__", "evaluate"]
-
 _HOME = {
     "Document": "ppl_eval.data.documents",
-    "Evaluation": "ppl_eval.evaluation.loop",
+    "Evaluation": "ppl_eval.report.evaluation",
     "Perplexity": "ppl_eval.metrics.perplexity",
     "UserError": "ppl_eval.errors",
-    "evaluate": "ppl_eval.evaluation.api",
+    "evaluate": "ppl_eval.api",
+    "load": "ppl_eval.api",
+    "text_corpus": "ppl_eval.data.corpus",
 }
+
+__all__ = [
+    "Document",
+    "Evaluation",
+    "Perplexity",
+    "UserError",
+    "__version__",
+    "evaluate",
+    "load",
+    "text_corpus",
+]
 
 
 def __getattr__(name: str) -> Any:

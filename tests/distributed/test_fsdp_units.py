@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torchtune import training
 
 from ppl_eval import evaluate
-from ppl_eval.evaluation.api import device_of
+from ppl_eval.api import device_of
 
 TEXTS = ["the cat sat on the mat, " * n + "x" * n for n in (1, 7, 2, 3, 1)]
 OPTIONS = {"max_seq_len": 32, "max_tokens_per_batch": 33}

@@ -56,12 +56,34 @@ class HFTokenizer:
         if not isinstance(path, str):
             raise UserError(f"tokenizer.path is {path!r}, but it is a Hugging Face folder")
         folder = Path(path)
-        self.max_seq_len = max_seq_len
-        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        self._tokenizer.encode_special_tokens = not special_tokens_in_text
-        self._loses, self._unknown_id = _what_it_loses(self._tokenizer)
         settings = folder / "tokenizer_config.json"
         config = read_json(settings) if settings.is_file() else {}
+        raw = _read_tokenizer(folder / "tokenizer.json")
+        self._set(raw, config, folder, max_seq_len, special_tokens_in_text)
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any) -> "HFTokenizer":
+        """The tokenizer inside one of transformers (AutoTokenizer), with its special tokens."""
+        self = cls.__new__(cls)
+        raw = _without_padding(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()))
+        names = ("bos_token", "eos_token", "pad_token")
+        config = {name: getattr(tokenizer, name, None) for name in names}
+        config["add_bos_token"] = tokenizer.bos_token_id in tokenizer("")["input_ids"]
+        self._set(raw, config, Path(tokenizer.name_or_path), None, False)
+        return self
+
+    def _set(
+        self,
+        tokenizer: Tokenizer,
+        config: dict[str, Any],
+        folder: Path,
+        max_seq_len: int | None,
+        special_tokens_in_text: bool,
+    ) -> None:
+        self.max_seq_len = max_seq_len
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = not special_tokens_in_text
+        self._loses, self._unknown_id = _what_it_loses(self._tokenizer)
         self.bos_id = self._special_id(config, "bos_token", folder)
         self.eos_id = self._special_id(config, "eos_token", folder)
         pad_id = self._special_id(config, "pad_token", folder)
@@ -183,6 +205,28 @@ class HFTokenizer:
         return {**sample, "tokens": tokens, "mask": mask}
 
 
+def as_text_tokenizer(tokenizer: Any) -> TextTokenizer:
+    """A tokenizer of torchtune, of this module, or of transformers, as evaluation takes it.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if hasattr(tokenizer, "encode") and hasattr(tokenizer, "bos_id"):
+        return tokenizer
+    if hasattr(tokenizer, "backend_tokenizer"):
+        return HFTokenizer.from_transformers(tokenizer)
+    if hasattr(tokenizer, "bos_token_id"):
+        raise UserError(
+            f"tokenizer is a {type(tokenizer).__name__} of transformers without a tokenizer.json"
+            " inside: use AutoTokenizer, or ppl_eval.data.hf_tokenizer(DIR)"
+        )
+    raise UserError(
+        f"tokenizer is of type {type(tokenizer).__name__}, but it needs encode(text, add_bos,"
+        " add_eos), bos_id and eos_id, as torchtune's have; or take AutoTokenizer's, or"
+        " ppl_eval.data.hf_tokenizer(DIR)"
+    )
+
+
 def wants_bos(tokenizer: TextTokenizer) -> bool:
     """Whether ``add_bos=auto`` puts a BOS before a text: ``tokenizer.adds_bos``, else whether the
     tokenizer puts one before the empty string."""
@@ -198,7 +242,10 @@ def fingerprint_of(tokenizer: TextTokenizer) -> str:
     known = getattr(tokenizer, "fingerprint", None)
     if isinstance(known, str):
         return known
-    ids = tokenizer.encode(_PROBE, add_bos=False, add_eos=False)
+    try:
+        ids = tokenizer.encode(_PROBE, add_bos=False, add_eos=False)
+    except (ValueError, LookupError):  # it knows other texts only
+        ids = None
     return fingerprint.of(type(tokenizer).__name__, tokenizer.bos_id, tokenizer.eos_id, ids)
 
 
@@ -272,6 +319,10 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable tokenizer: {error}") from error
+    return _without_padding(tokenizer)
+
+
+def _without_padding(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -48,8 +48,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The result of an evaluation; the same on every rank.
+class Measurement:
+    """What an evaluation found; the same on every rank.
 
     Attributes:
         workload: what was scored.
@@ -59,7 +59,6 @@ class Evaluation:
         teacher: the teacher's counts and metrics, if there is a teacher.
         fidelity: histograms, profiles and the noise floor, if there is a teacher.
         weights: dtypes of the model's stored weights, and how many linear layers are quantised.
-        notes: what the reading of texts and the choice of windows decided, one sentence each.
     """
 
     workload: Workload
@@ -69,7 +68,6 @@ class Evaluation:
     teacher: Summary | None = None
     fidelity: Fidelity | None = None
     weights: StoredWeights | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -86,7 +84,7 @@ def run(
     noise_floor: bool = True,
     on_step: Callable[[Progress], None] | None = None,
     check_every: int | None = None,
-) -> Evaluation:
+) -> Measurement:
     """Score a workload. Every rank calls it and runs the same number of steps.
 
     Args:
@@ -153,7 +151,7 @@ def run(
     if has_teacher:
         of_teacher = ledger.with_nll_of("teacher_")
         teacher = _summary(workload, of_teacher, by_context, "teacher_nll_nats")
-    return Evaluation(workload, ledger, total, by_context, teacher, fidelity, weights)
+    return Measurement(workload, ledger, total, by_context, teacher, fidelity, weights)
 
 
 def _summary(workload: Workload, ledger: Ledger, by_context: Profile, column: str) -> Summary:

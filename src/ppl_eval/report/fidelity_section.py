@@ -26,7 +26,7 @@ _NOISE = (*_WORST, "js_nats")
 
 
 def fidelity(
-    summary: Summary, found: Fidelity, by_context: Profile, *, num_ids: tuple[int, int]
+    summary: Summary, found: Fidelity, by_context: Profile, *, num_ids: tuple[int, ...]
 ) -> dict[str, Any]:
     """Means over scored tokens, their 95 % intervals, distributions, profiles, extremes, the noise.
 
@@ -34,15 +34,15 @@ def fidelity(
         summary: the student's, with the teacher's columns among its sums.
         found: histograms, extremes and the noise floor, assembled.
         by_context: means by the number of tokens before, assembled.
-        num_ids: rows of the student's head and of the teacher's.
+        num_ids: rows of the student's head and of the teacher's; 0: unknown.
     """
     table = summary.documents
     return {
         "scored_tokens": summary.total.num_scored,
         "vocabulary": {
-            "student_ids": num_ids[0],
-            "teacher_ids": num_ids[1],
-            "shared_ids": min(num_ids),
+            "student_ids": num_ids[0] or None,
+            "teacher_ids": num_ids[1] or None,
+            "shared_ids": min(num_ids) or None,
         },
         **_values(summary.total),
         "interval_95": intervals.of_statistics(_MEANS, summary, intervals.clustered),

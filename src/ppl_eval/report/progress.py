@@ -43,20 +43,24 @@ class _Display:
     Args:
         every_s: seconds between two lines.
         after_s: seconds before the bar is drawn; the first line comes no later.
+        always: draw the bar everywhere, as in a notebook, and at any log level.
     """
 
-    def __init__(self, every_s: float, after_s: float | None = None) -> None:
+    def __init__(
+        self, every_s: float, after_s: float | None = None, *, always: bool = False
+    ) -> None:
         self._every_s = every_s
         self._begin = time.perf_counter()
         self._next_line = self._begin + min(every_s, after_s or every_s)
-        self._on_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._on_terminal = always or (sys.stderr is not None and sys.stderr.isatty())
         self._bar = tqdm(
             total=1.0,
             bar_format="{percentage:3.0f} %|{bar}| {desc}",
             dynamic_ncols=True,
             miniters=0,
             delay=after_s or 0,
-            disable=not (self._on_terminal and logger.isEnabledFor(logging.INFO)),
+            mininterval=0.5,
+            disable=not always and not (self._on_terminal and logger.isEnabledFor(logging.INFO)),
         )
 
     def show(self, share: float, line: str, short: str, *, at_once: bool = False) -> None:
@@ -97,6 +101,7 @@ class ProgressBar:
         every: steps between two lines for the metric logger, and on a GPU between two readings of
             the running perplexity, which wait for it.
         every_s: seconds between two lines.
+        always: draw the bar even where stderr is no terminal.
     """
 
     def __init__(
@@ -105,12 +110,13 @@ class ProgressBar:
         metric_logger: MetricLogger,
         device: torch.device,
         *,
-        every: int,
-        every_s: float,
+        every: int = 10,
+        every_s: float = 30,
+        always: bool = False,
     ) -> None:
         self._num_scored, self._metric_logger, self._every = num_scored, metric_logger, every
         self._is_cpu = device.type == "cpu"
-        self._display = _Display(every_s)
+        self._display = _Display(every_s, always=always)
         self._begin = time.perf_counter()
         self._perplexity = self._tokens_per_s = math.nan
 

@@ -3,8 +3,8 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from ppl_eval.boundary import Ranks
-from ppl_eval.config.schema import EvalConfig
-from ppl_eval.evaluation.loop import Evaluation
+from ppl_eval.config.schema import BootstrapConfig, EvalConfig
+from ppl_eval.data.tokenizer import TextTokenizer
+from ppl_eval.evaluation.loop import Measurement
 from ppl_eval.evaluation.preflight import Preflight
 from ppl_eval.evaluation.teacher import teacher_dims
 from ppl_eval.metrics import intervals
@@ -33,42 +34,75 @@ _NO_UTF8 = "backslashreplace"
 """A name that is not UTF-8 has lone surrogates, and these become what JSON writes them as."""
 
 
-def assemble(
+@dataclass(frozen=True)
+class RunInfo:
+    """What a number depends on and does not tell itself.
+
+    Attributes:
+        tokenizer: the model's.
+        fingerprints: of data, tokenizer, model, protocol, plan, and of a teacher; None: unknown.
+        environment: the ``environment`` of results.json.
+        seconds: phase of the run -> how long it took; ``evaluate`` is among them.
+        num_ids: rows of the student's head and of the teacher's.
+        notes: what was decided for the user, one sentence each.
+        warnings: one sentence each.
+        command: what starts the run again, None if it was no command.
+        config: the checked config, None if there is none.
+        peak_memory_gib: the largest of any rank; None where it is not wanted.
+        teacher: the ``teacher`` of results.json without its numbers.
+        bootstrap: how documents are resampled.
+    """
+
+    tokenizer: TextTokenizer
+    fingerprints: Mapping[str, str | None]
+    environment: Mapping[str, Any]
+    seconds: Mapping[str, float]
+    num_ids: tuple[int, ...] = ()
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    command: str | None = None
+    config: EvalConfig | None = None
+    peak_memory_gib: float | None = None
+    teacher: Mapping[str, Any] | None = None
+    bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
+
+
+def run_info(
     cfg: EvalConfig,
     prepared: Preflight,
-    found: Evaluation,
     dims: ParallelDims,
     *,
     fingerprints: Mapping[str, str],
     seconds: Mapping[str, float],
     peak_memory_gib: float | None,
     device: torch.device,
-) -> dict[str, Any]:
-    """The content of results.json: what was run, and what was measured.
+) -> RunInfo:
+    """The info of a run by config.
 
     Args:
         cfg: the checked config.
         prepared: the models, the tokenizer and the workload.
-        found: what the evaluation found.
         dims: the student's mesh.
         fingerprints: name -> hash of what the number depends on.
-        seconds: phase of the run -> how long it took; ``evaluate`` is among them.
+        seconds: phase of the run -> how long it took.
         peak_memory_gib: the largest of any rank; None where it is not wanted.
         device: where this rank computed.
     """
     ranks = Ranks.from_env()
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "command": environment.command(sys.argv, ranks.world_size, ranks.local_world_size),
-        "notes": list(prepared.notes),
-        "warnings": list(prepared.warnings),
-        "protocol": prepared.workload.protocol.as_dict(),
-        "performance": {
-            "tokens_per_s": found.summary.total.num_scored / seconds["evaluate"],
-            "peak_memory_gib": peak_memory_gib,
-            "seconds": dict(seconds),
-        },
-        "environment": {
+    teacher, about_teacher = prepared.teacher, None
+    models = [prepared.student] if teacher is None else [prepared.student, teacher]
+    if teacher is not None:
+        about_teacher = {
+            "model": teacher.component,
+            "checkpoint_dir": teacher.checkpoint.folder,
+            "checkpoint_dtype": teacher.checkpoint_dtype,
+            "dtype": cfg.teacher_dtype or cfg.dtype,
+            "mesh": _mesh(teacher_dims(cfg, dims)),
+        }
+    return RunInfo(
+        prepared.tokenizer,
+        fingerprints,
+        environment={
             "versions": environment.versions(),
             "device": environment.device_name(device),
             "num_processes": ranks.world_size,
@@ -77,28 +111,45 @@ def assemble(
             "logits_dtype": cfg.logits_dtype,
             "checkpoint_dtype": prepared.student.checkpoint_dtype,
         },
-        "config": asdict(cfg),
-        "fingerprints": dict(fingerprints),
+        seconds=dict(seconds),
+        num_ids=tuple(each.decoder.num_ids for each in models),
+        notes=prepared.notes,
+        warnings=prepared.warnings,
+        command=environment.command(sys.argv, ranks.world_size, ranks.local_world_size),
+        config=cfg,
+        peak_memory_gib=peak_memory_gib,
+        teacher=about_teacher,
+        bootstrap=cfg.bootstrap,
+    )
+
+
+def assemble(found: Measurement, info: RunInfo) -> dict[str, Any]:
+    """The content of results.json: what was run, and what was measured."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "command": info.command,
+        "notes": list(info.notes),
+        "warnings": list(info.warnings),
+        "protocol": found.workload.protocol.as_dict(),
+        "performance": {
+            "tokens_per_s": found.summary.total.num_scored / info.seconds["evaluate"],
+            "peak_memory_gib": info.peak_memory_gib,
+            "seconds": info.seconds,
+        },
+        "environment": info.environment,
+        "config": asdict(info.config) if info.config else None,
+        "fingerprints": dict(info.fingerprints),
         "weights": asdict(found.weights) if found.weights else None,
-        **measured(found.summary, cfg.bootstrap.resamples, cfg.bootstrap.seed),
+        **measured(found.summary, info.bootstrap.resamples, info.bootstrap.seed),
     }
-    teacher = prepared.teacher
-    if teacher is None or found.teacher is None or found.fidelity is None:
+    if found.teacher is None or found.fidelity is None or info.teacher is None:
         return content
     its = measured(found.teacher)
-    content["teacher"] = {
-        "model": teacher.component,
-        "checkpoint_dir": teacher.checkpoint.folder,
-        "checkpoint_dtype": teacher.checkpoint_dtype,
-        "dtype": cfg.teacher_dtype or cfg.dtype,
-        "mesh": _mesh(teacher_dims(cfg, dims)),
-        **{name: its[name] for name in ("metrics", "intervals_95", "domains", "loss_by_position")},
-    }
-    ids = prepared.student.decoder.num_ids, teacher.decoder.num_ids
-    content["fidelity"] = fidelity(found.summary, found.fidelity, found.by_context, num_ids=ids)
-    worst = content["fidelity"]["worst_tokens"]
-    content["fidelity"]["worst_tokens"] = with_texts(worst, prepared.workload, prepared.tokenizer)
-    return content
+    names = ("metrics", "intervals_95", "domains", "loss_by_position")
+    content["teacher"] = {**info.teacher, **{name: its[name] for name in names}}
+    section = fidelity(found.summary, found.fidelity, found.by_context, num_ids=info.num_ids)
+    section["worst_tokens"] = with_texts(section["worst_tokens"], found.workload, info.tokenizer)
+    return {**content, "fidelity": section}
 
 
 def _mesh(dims: ParallelDims) -> dict[str, Any]:
@@ -184,7 +235,7 @@ def _hf_perplexity(summary: Summary) -> dict[str, float | None]:
 
 def writers(
     content: Mapping[str, Any],
-    found: Evaluation,
+    found: Measurement,
     tokens: Mapping[str, np.ndarray] | None,
 ) -> dict[str, Callable[[Path], None]]:
     """Name of each file of a run -> what writes it to a path, the most important first.

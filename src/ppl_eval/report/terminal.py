@@ -27,7 +27,7 @@ def results_text(content: Mapping[str, Any], name: str) -> str:
         rows += teacher_rows(content, "its teacher")
     parts = [entries(_run_entries(content), 10), result_table(rows)]
     if "fidelity" in content:
-        parts.append(_fidelity_text(content["fidelity"]))
+        parts.append(fidelity_text(content["fidelity"]))
     if content["metrics"]["overflow"]:
         parts.append("a perplexity exceeds float64 and is null in results.json: see the NLL")
     return "\n\n".join(parts)
@@ -140,7 +140,7 @@ def protocol_line(protocol: Mapping[str, Any]) -> str:
     return f"{protocol['name']}: {window}, {overlap}, {bos}, {eos}{joined}"
 
 
-def _fidelity_text(found: Mapping[str, Any]) -> str:
+def fidelity_text(found: Mapping[str, Any]) -> str:
     """How far a student is from its teacher.
 
     Args:
