@@ -10,7 +10,6 @@ import logging
 
 import torch
 
-from ppl_eval import boundary
 from ppl_eval.config import EvalConfig, parse
 from ppl_eval.config.limits import over_limits
 from ppl_eval.errors import LimitExceeded, UserError
@@ -19,6 +18,7 @@ from ppl_eval.evaluation.load import load_readers
 from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.ranks import Ranks
 from ppl_eval.report.metric_logger import MetricLogger
 from ppl_eval.report.output import RESULTS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer, TokenisingProgress
@@ -45,7 +45,7 @@ class PerplexityEvalRecipe:
 
     def __init__(self, cfg: EvalConfig) -> None:
         self.cfg = cfg
-        self.ranks = boundary.Ranks.from_env()
+        self.ranks = Ranks.from_env()
         self.is_first = self.ranks.rank == 0
         self.device = process_group.pick_device(
             cfg.device, self.ranks.local_rank, self.ranks.world_size

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval import components
-from ppl_eval.boundary import Ranks
 from ppl_eval.checkpoint.weight_files import need_folder
 from ppl_eval.config.from_folder import complete
 from ppl_eval.config.schema import EvalConfig
@@ -29,6 +28,7 @@ from ppl_eval.model.prepare import prepare_model
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import Groups, Meshes
 from ppl_eval.parallel.process_group import DTYPES, pick_device
+from ppl_eval.ranks import Ranks
 from ppl_eval.report import environment
 from ppl_eval.report.evaluation import Evaluation
 from ppl_eval.report.metric_logger import MetricLogger

@@ -15,12 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ppl_eval import compat, streams
 from ppl_eval.errors import UserError
+from ppl_eval.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -29,28 +29,6 @@ logger = logging.getLogger("ppl_eval")
 compat.quiet()
 
 _WAIT_FOR_FIRST = timedelta(seconds=10)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process's ranks, from the environment variables that torchrun sets."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @classmethod
-    def from_env(cls) -> "Ranks":
-        """Rank 0 of 1 without a launcher."""
-        env = os.environ
-        world_size = int(env.get("WORLD_SIZE", "1"))
-        return cls(
-            rank=int(env.get("RANK", "0")),
-            world_size=world_size,
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
-        )
 
 
 def set_log_level(level: str) -> None:

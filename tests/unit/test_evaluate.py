@@ -268,7 +268,7 @@ def test_an_opening_bos_outside_the_model_is_named():
 
 
 def test_an_object_that_is_no_tokenizer(bytes_model):
-    with pytest.raises(UserError, match=r"tokenizer \(int\) has no encode"):
+    with pytest.raises(UserError, match=r"tokenizer is of type int, but it needs encode\("):
         evaluate(bytes_model, 5, ["a"], max_seq_len=8)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppl_eval.boundary import Ranks
 from ppl_eval.config.schema import BootstrapConfig, EvalConfig
 from ppl_eval.data.tokenizer import TextTokenizer
 from ppl_eval.evaluation.loop import Measurement
@@ -22,6 +21,7 @@ from ppl_eval.metrics import intervals
 from ppl_eval.metrics.definitions import MACRO, METRICS, mean
 from ppl_eval.metrics.summary import NOT_SCORED, DocumentTable, Summary, Totals, finite
 from ppl_eval.parallel.dims import ParallelDims
+from ppl_eval.ranks import Ranks
 from ppl_eval.report import environment
 from ppl_eval.report.fidelity_section import fidelity, with_texts
 from ppl_eval.report.output import DOCUMENTS, RESULTS, TOKENS, WINDOWS
