@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from ranks import run_script
 
 from ppl_eval.cli import _parser
 from ppl_eval.config import reference
@@ -28,6 +29,19 @@ def test_python_runs(page, tmp_path, monkeypatch):
     namespace = {}
     for code in blocks(page, "python"):
         exec(compile(code, page.name, "exec"), namespace)
+
+
+def test_the_fsdp2_loop(tmp_path):
+    """The script for several processes, as it is printed."""
+    (script,) = blocks(ROOT / "docs/python_api.md", "py")
+    (tmp_path / "loop.py").write_text(script)
+    ended = run_script(2, tmp_path / "loop.py", cwd=tmp_path)
+    assert [process.code for process in ended] == [0, 0], ended[0].err
+    lines = [line.split(" ", 1) for line in ended[0].out.splitlines()]
+    assert [step for step, _ in lines] == ["3", "6"]
+    first, second = (float(re.search(r"perplexity ([\d.]+)", text)[1]) for _, text in lines)
+    assert first != second
+    assert ended[1].out == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
