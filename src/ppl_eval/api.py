@@ -263,7 +263,7 @@ def load(
     place = None if device is None else str(device)
     local_rank = Ranks.from_env().local_rank
     prepared.load(meshes, pick_device(place, local_rank))
-    return prepared.model, tokenizer
+    return prepared.decoder.model, tokenizer
 
 
 def device_of(model: nn.Module) -> torch.device:

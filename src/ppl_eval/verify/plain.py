@@ -116,7 +116,7 @@ def _load(cfg: EvalConfig, checkpoint: Checkpoint, device: torch.device) -> Plai
         merge=cfg.adapter.merge,
     )
     prepared.load(None, device)
-    model = prepared.model.float().eval()
+    model = prepared.decoder.model.float().eval()
     name = f"{prepared.component} unsharded, fp32 (not transformers: {reason})"
     return PlainModel(lambda ids: model(ids[None])[0], device, name)
 
