@@ -14,6 +14,7 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval import components
 from ppl_eval.checkpoint.weight_files import need_folder
+from ppl_eval.config.checks import check_values
 from ppl_eval.config.from_folder import complete
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.documents import notes as notes_of
@@ -244,17 +245,14 @@ def load(
     Example:
         >>> model, tokenizer = load("CHECKPOINT_DIR", dtype="bf16")
     """
-    names = {**{str(each): name for name, each in DTYPES.items()}, **{n: n for n in DTYPES}}
-    name = names.get(str(dtype))
-    if name is None:
-        raise UserError(f"dtype is {dtype!r}, but it is one of {', '.join(DTYPES)}")
     need_folder(Path(folder), "folder")
-    cfg = EvalConfig(checkpoint_dir=str(folder), dtype=name)
+    cfg = EvalConfig(checkpoint_dir=str(folder), dtype=str(dtype))
+    check_values(cfg)
     complete(cfg)
     prepared = prepare_model(
         cfg.model,
         cfg.checkpointer,
-        DTYPES[name],
+        DTYPES[cfg.dtype],
         tp=1 if meshes is None else meshes.tp.size(),
         cp=1 if meshes is None else meshes.cp.size(),
         adapter_dir=None if adapter is None else str(adapter),

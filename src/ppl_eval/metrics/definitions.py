@@ -1,7 +1,7 @@
-"""What each number of results.json is; its sections, the tables, ``compare`` and ``fail_if`` follow
-these rows, and a new statistic is a new row.
+"""The definition of every metric. results.json, tables, ``compare`` and ``fail_if`` follow it.
 
-This module imports nothing heavy: a config is checked before torch is loaded.
+A new statistic is a new row. Imports nothing heavy, since a config is checked before torch is
+imported.
 """
 
 import math
@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 FEWEST_DOCUMENTS = 3
-"""For an interval. Of two documents Student's t has one degree of freedom: the interval holds the
-truth as often as it says, and spans a factor of thousands."""
+"""For an interval. With two documents Student's t has one degree of freedom, and the interval spans
+a factor of thousands."""
 
 FEWEST_RESAMPLED = 20
-"""For a bootstrap. Of fewer its percentiles hold the truth less than 90 % of the time: of two 50 %,
-of five 82 %."""
+"""For a bootstrap interval. With fewer documents it covers the truth less than 90 % of the time:
+50 % with two, 82 % with five."""
 
 
 def perplexity(nll_nats_sum: float, count: float) -> float:

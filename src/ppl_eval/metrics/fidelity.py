@@ -1,6 +1,6 @@
-"""How far a student is from its teacher, beyond sums by window: distributions, profiles, extremes.
+"""Student against teacher beyond sums by window: histograms, profiles, worst tokens.
 
-Everything is added up on the device and brought together once, at the end.
+All of it is accumulated on the device and reduced over the ranks once, at the end.
 """
 
 import itertools
@@ -30,7 +30,7 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 WORST_TOKENS = 20
 
 PROFILED = ("kl_teacher_student", "top1", "nll_nats", "teacher_nll_nats")
-"""What is profiled by the teacher's confidence and by context."""
+"""Values that are averaged by the teacher's confidence and by context length."""
 
 _CONFIDENCE_BINS = 10
 _WORST = ("kl_teacher_student", "nll_nats", "teacher_nll_nats", "top1_id", "teacher_top1_id")
@@ -81,32 +81,32 @@ class Histogram:
         self.counts.index_add_(0, bins, torch.ones_like(bins))
 
     def percentile(self, percent: float) -> float:
-        """The value of the bin that holds the token at this rank: the smallest value such that at
-        least this share of the tokens is not above it (inverse of the empirical distribution)."""
+        """The smallest bin value that at least ``percent`` % of the tokens do not exceed (the
+        inverse of the empirical distribution function)."""
         cumulated = self.counts.cumsum(0)
         wanted = max(1, math.ceil(percent / 100 * int(cumulated[-1])))
         return self._values[int(torch.searchsorted(cumulated, wanted))]
 
     def percentiles(self) -> dict[str, float]:
-        """Of :data:`PERCENTILES`, by name."""
+        """Percent (``"99.9"``) -> value, for each of :data:`PERCENTILES`."""
         return {f"{percent:g}": self.percentile(percent) for percent in PERCENTILES}
 
 
 class Fidelity:
-    """Histograms, the profile by confidence, the worst tokens and the noise floor of a student
-    beside its teacher.
+    """Histograms, the profile by the teacher's confidence, the worst tokens and the noise floor.
 
     Args:
         device: where everything is added up; updates on a GPU do not wait for it.
-        coarser: dtype of that of the two models which rounds more.
+        coarser: the dtype of the two models with the larger rounding error.
 
     Attributes:
-        coarser: whose rounding the noise is.
+        coarser: the dtype whose rounding the noise floor measures.
         kl: histogram of KL(teacher || student) in nats, 200 bins a decade from 1e-10 to 1e3: a
             percentile is off by 0.58 % at most.
         probability_difference: histogram of the student's probability of the right token less the
             teacher's, in bins of 0.001: a percentile is off by 0.0005 at most.
-        noise: sums of :data:`SUMS` in a sample in which the teacher is its own student, in one bin.
+        noise: sums of :data:`SUMS` over a sample of batches, with a differently rounded copy of
+            the teacher as the student. One bin.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Fidelity:
         self._worst = rows.index_select(0, rows.select(1, 0).topk(WORST_TOKENS).indices)
 
     def update_noise(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> None:
-        """Add a batch in which the teacher is its own student."""
+        """Add a batch with a differently rounded copy of the teacher as the student."""
         squares = {f"{name}_squared": value.square() for name, value in values.items()}
         self.noise.update(tokens, {**values, **squares})
 
@@ -160,7 +160,7 @@ class Fidelity:
         self.noise.assemble(noise_group)
 
     def by_confidence(self) -> list[dict[str, Any]]:
-        """Profile over the teacher's largest probability, in tenths; empty bins are left out."""
+        """Means by the teacher's largest probability, in bins of 0.1; empty bins are left out."""
         bounds = [n / _CONFIDENCE_BINS for n in range(_CONFIDENCE_BINS + 1)]
         return [
             {"teacher_confidence": bounds[number : number + 2], **_profiled(count, means)}
@@ -168,7 +168,7 @@ class Fidelity:
         ]
 
     def worst_tokens(self) -> list[dict[str, Any]]:
-        """Tokens with the largest KL: document, place in it, both losses, both first choices."""
+        """Tokens with the largest KL: document, position, both losses, both top-1 ids."""
         rows = [row for row in self._worst.tolist() if row[1] >= 0]
         rows.sort(key=lambda row: (-row[0], row[1], row[2]))
         return [

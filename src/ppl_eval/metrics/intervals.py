@@ -1,7 +1,6 @@
-"""How sure a number is: 95 % intervals that know that tokens of a document belong together.
+"""95 % confidence intervals. The sampling unit is the document, since its tokens are correlated.
 
-A corpus is taken as a sample of documents. All metrics are functions of sums over documents, so a
-document left out, or drawn twice, is all that these intervals need.
+All metrics are functions of sums over documents, so jackknife and bootstrap need only these sums.
 """
 
 import math
@@ -16,13 +15,13 @@ from ppl_eval.metrics.summary import Summary
 LEVEL = 0.95
 
 _BLOCK = 16_384
-"""Documents whose draws are counted at a time: the counters stay in a core's cache."""
+"""Documents per block of the bootstrap: its counters fit into a core's cache."""
 
 Ends = tuple[np.ndarray, np.ndarray]
 """Lower and upper ends of intervals, [...] each."""
 
 Function = Callable[[np.ndarray], np.ndarray]
-"""Sums over documents [..., columns] -> nearly normal values [...] or [..., values]."""
+"""Sums over documents [..., columns] -> approximately normal values [...] or [..., values]."""
 
 
 def ratio(numerator: int | list[int], denominator: int | list[int]) -> Function:

@@ -1,5 +1,4 @@
-"""Ledger: a row of sums for each window, written by the rank that read it, or in parts by the ranks
-that share it."""
+"""Ledger: sums by window. A rank writes the rows of its windows; with cp, its part of each row."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,11 @@ NLL = ("nll_nats", "nll_nats_squared")
 
 
 class Ledger:
-    """Scored tokens and sums of what they were found to be, for every window of a corpus.
+    """Number of scored tokens, and sums of their values, for every window of a corpus.
 
-    Every rank has all rows, zero where it has not written; :meth:`assemble` adds them up. A row
-    plus zeros is the row, so the assembled ledger is bitwise the same for any number of
-    data-parallel ranks. Where windows are shared (cp) a row is the sum of its parts.
+    Every rank has all rows, zero where it has not written. :meth:`assemble` adds them up over the
+    ranks. Adding zeros changes no bits, so the result is bit-identical for any number of
+    data-parallel ranks. With cp a row is the sum of its parts.
 
     Args:
         num_windows: rows.

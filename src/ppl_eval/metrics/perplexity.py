@@ -1,4 +1,4 @@
-"""Perplexity as a metric that can be updated, merged and synchronised."""
+"""Perplexity as a metric object: update, merge, sync over ranks, compute."""
 
 from collections.abc import Iterable
 
@@ -114,7 +114,7 @@ class Perplexity:
         return perplexity(float(self.nll_nats_sum), int(self.num_tokens))
 
     def reset(self) -> "Perplexity":
-        """Forget everything."""
+        """Set both sums to zero."""
         self.nll_nats_sum.zero_()
         self.num_tokens.zero_()
         return self
@@ -133,6 +133,6 @@ class Perplexity:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take the sums of :meth:`state_dict`."""
+        """Load the sums that :meth:`state_dict` returned."""
         self.nll_nats_sum.copy_(state["nll_nats_sum"])
         self.num_tokens.copy_(state["num_tokens"])

@@ -10,14 +10,14 @@ from ppl_eval.parallel.reduce import reduce_
 from ppl_eval.score.batch import Tokens
 
 Values = Mapping[str, torch.Tensor]
-"""What was found of N tokens: values [N] by name."""
+"""Name -> values of N tokens ([N])."""
 
 NUM_CONTEXT_BINS = 24
 """Bins of context length: 1 token, 2 to 3, 4 to 7, ..."""
 
 
 class Profile:
-    """Tokens, and sums of what was found of them, in bins.
+    """Number of tokens and sums of their values, in bins.
 
     Sums are float64, added up batch by batch and then over ranks: their last bits depend on the
     number of ranks. Counts are exact.

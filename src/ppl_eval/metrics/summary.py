@@ -15,7 +15,7 @@ from ppl_eval.metrics.definitions import METRICS, WHOLE_TEXT, Statistic, mean, p
 from ppl_eval.metrics.ledger import NLL, Ledger
 
 NOT_SCORED = ("no_context", "context_only", "truncated", "masked", "empty")
-"""Why a token was not scored, and documents without any that counts."""
+"""Reasons why tokens were not scored; ``empty`` counts documents without a scored token."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,24 @@ class Totals:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all text was measured that could be: else no loss by word or byte is known."""
+        """Whether no text was left out. Otherwise the loss by word or byte is unknown."""
         return self.counts["context_only"] == 0 and self.counts["truncated"] == 0
 
     @property
     def has_few_words(self) -> bool:
-        """Whether white space does not separate words, as in Chinese: below one in 20 characters.
-
-        What counts as a word is then a sentence or more, and its perplexity says nothing.
-        """
+        """Whether there is less than one word in 20 characters, as in Chinese, which has no
+        spaces between words. Word perplexity then means nothing."""
         return 20 * self.counts["words"] < self.counts["characters"]
 
     def value(self, statistic: Statistic) -> float:
-        """The statistic of these documents; nan where it has none, inf above float64's range."""
+        """The statistic of these documents: nan without units, inf above float64's range."""
         columns = statistic.columns.items()
         total = math.fsum(factor * self.sums[name] for name, factor in columns)
         return statistic.form(total, self.count_of(statistic.unit))
 
     def count_of(self, unit: str) -> int:
-        """Units that the NLL is divided by; 0 where it does not cover all of them."""
+        """Number of units that the NLL is divided by; 0 if text was left out and the unit is of the
+        whole text."""
         return 0 if unit in WHOLE_TEXT and not self.is_whole else self.counts[unit]
 
     def metrics(self) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class Totals:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """The same numbers as JSON has them: null for what is infinite or not a number."""
+    """The numbers as JSON can hold them: None in place of inf and nan."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -147,10 +146,9 @@ class Summary:
         total: sums over all documents.
         domains: name -> sums over the documents of that domain.
         documents: the table.
-        by_position: loss by number of tokens before; see
-            :class:`ppl_eval.metrics.positions.PositionLoss`.
-        hf_perplexity: what the loop in transformers' documentation gives for these windows
-            (``hf_stride`` only).
+        by_position: loss by context length, see
+            :func:`ppl_eval.metrics.profiles.loss_by_position`.
+        hf_perplexity: the value of the loop in transformers' documentation (``hf_stride`` only).
     """
 
     total: Totals
@@ -167,10 +165,10 @@ def summarise(
     ledger: Ledger,
     by_position: list[dict[str, Any]],
 ) -> Summary:
-    """Derive everything that is reported from an assembled ledger.
+    """Counts and sums by document, by domain and in total, from an assembled ledger.
 
-    Window sums are added up in window order within a document, and without rounding over
-    documents, so that the result does not depend on which rank computed which window.
+    A document's windows are added up in order, and documents by ``math.fsum``, so the result does
+    not depend on which rank computed which window.
     """
     num_documents = len(corpus.num_tokens)
     num_scored = _by_document(windows, ledger.num_scored.cpu().numpy(), num_documents)

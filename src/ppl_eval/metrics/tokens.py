@@ -1,4 +1,4 @@
-"""Records of single tokens, kept on request and brought together on one rank."""
+"""The loss of every scored token (``save_tokens``), gathered on one rank."""
 
 from collections.abc import Mapping
 
@@ -13,13 +13,15 @@ RECORDED = {
     "teacher_nll_nats": "teacher_nll_nats",
     "kl_teacher_student": "kl_teacher_student_nats",
 }
-"""Name of a value -> its column in tokens.parquet."""
+"""Value -> column of tokens.parquet."""
 
 
 class TokenRecords:
-    """(document, position, values) of every token that this rank scored, in CPU memory: 12 bytes a
-    token, and 16 more beside a teacher. Of ranks that repeat the same tokens (tensor parallelism)
-    one keeps them."""
+    """(document, position, values) of every token that this rank scored, in CPU memory.
+
+    12 bytes a token, and 16 more with a teacher. Tensor-parallel ranks score the same tokens, so
+    only one of them should hold records.
+    """
 
     def __init__(self) -> None:
         self._parts: list[dict[str, np.ndarray]] = []

@@ -1,4 +1,4 @@
-"""What a result depends on besides model and data: versions, machine, command."""
+"""Versions, device and command of a run, for results.json."""
 
 import os
 import platform

@@ -28,7 +28,7 @@ _NOISE = (*_WORST, "js_nats")
 def fidelity(
     summary: Summary, found: Fidelity, by_context: Profile, *, num_ids: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Means over scored tokens, their 95 % intervals, distributions, profiles, extremes, the noise.
+    """The section: means and 95 % intervals, percentiles, profiles, worst tokens, noise floor.
 
     Args:
         summary: the student's, with the teacher's columns among its sums.
@@ -71,7 +71,7 @@ def _values(total: Totals) -> dict[str, float | None]:
 
 
 def _noise(found: Fidelity) -> dict[str, Any] | None:
-    """The teacher as its own student, on a sample; None where it was not measured."""
+    """The noise floor: a differently rounded teacher against the teacher. None if not measured."""
     count, *sums = found.noise.sums[0].tolist()
     if not count:
         return None
@@ -84,8 +84,8 @@ def _noise(found: Fidelity) -> dict[str, Any] | None:
 def with_texts(
     tokens: list[dict[str, Any]], workload: Workload, tokenizer: TextTokenizer
 ) -> list[dict[str, Any]]:
-    """``worst_tokens`` with what a reader wants to see: the token, what came before it, and what
-    each model would have said; of torchtune's tokenizers only the token's id.
+    """``worst_tokens`` with texts: the token, what came before it, and each model's first choice.
+    With torchtune's own tokenizers only the token's id is added.
 
     Args:
         tokens: the ``worst_tokens`` of the section.

@@ -1,4 +1,4 @@
-"""Text for a terminal of 80 columns: tables, entries, wrapped lines, numbers."""
+"""Text layout for a terminal of 80 columns: tables, entries, wrapped lines, numbers."""
 
 import math
 import textwrap

@@ -1,4 +1,4 @@
-"""The config's metric logger; its failure ends no run."""
+"""The config's metric logger. If it fails, the run goes on."""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The folder where results land: one run's at a time, and never a mixture of two."""
+"""The output folder. It holds the files of one run, never a mixture of two."""
 
 import atexit
 import fcntl

@@ -1,4 +1,4 @@
-"""What one sees and logs while a run goes on."""
+"""Progress of a run: a bar on a terminal, lines in a log, and seconds by phase."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: what it is about to read, and what it found."""
+"""Text that a run prints: the workload before it starts, the results at its end."""
 
 import logging
 from collections.abc import Iterator, Mapping

@@ -88,7 +88,7 @@ def verify_folder(folder: Path, windows: int | str | None, tolerance: float | No
         tolerance: None: by the run's dtype.
     """
     content = read_results(folder)
-    if "config" not in content:
+    if content.get("config") is None:
         raise UserError(f"{folder} has no config, so its windows cannot be made again")
     config = dict(content["config"])
     asked = {**config.get("verify", {}), **({"tolerance": tolerance} if tolerance else {})}
