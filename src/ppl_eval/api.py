@@ -186,7 +186,7 @@ def _info(
     dtypes = [_DTYPE_NAMES.get(reader.dtype, str(reader.dtype)) for reader in readers]
     return RunInfo(
         tokenizer,
-        {
+        lambda: {
             "data": workload.corpus.fingerprint,
             "tokenizer": fingerprint_of(tokenizer),
             "model": None,

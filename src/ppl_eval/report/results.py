@@ -40,7 +40,8 @@ class RunInfo:
 
     Attributes:
         tokenizer: the model's.
-        fingerprints: of data, tokenizer, model, protocol, plan, and of a teacher; None: unknown.
+        fingerprints: gives those of data, tokenizer, model, protocol, plan, and of a teacher; None:
+            unknown.
         environment: the ``environment`` of results.json.
         seconds: phase of the run -> how long it took; ``evaluate`` is among them.
         num_ids: rows of the student's head and of the teacher's.
@@ -54,7 +55,7 @@ class RunInfo:
     """
 
     tokenizer: TextTokenizer
-    fingerprints: Mapping[str, str | None]
+    fingerprints: Callable[[], Mapping[str, str | None]]
     environment: Mapping[str, Any]
     seconds: Mapping[str, float]
     num_ids: tuple[int, ...] = ()
@@ -101,7 +102,7 @@ def run_info(
         }
     return RunInfo(
         prepared.tokenizer,
-        fingerprints,
+        lambda: fingerprints,
         environment={
             "versions": environment.versions(),
             "device": environment.device_name(device),
@@ -138,7 +139,7 @@ def assemble(found: Measurement, info: RunInfo) -> dict[str, Any]:
         },
         "environment": info.environment,
         "config": asdict(info.config) if info.config else None,
-        "fingerprints": dict(info.fingerprints),
+        "fingerprints": dict(info.fingerprints()),
         "weights": asdict(found.weights) if found.weights else None,
         **measured(found.summary, info.bootstrap.resamples, info.bootstrap.seed),
     }
