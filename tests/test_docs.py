@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import run_script
 
+import ppl_eval
 from ppl_eval.cli import _parser
 from ppl_eval.config import reference
 from ppl_eval.config.command_line import load
@@ -31,17 +32,22 @@ def test_python_runs(page, tmp_path, monkeypatch):
         exec(compile(code, page.name, "exec"), namespace)
 
 
-def test_the_fsdp2_loop(tmp_path):
-    """The script for several processes, as it is printed."""
-    (script,) = blocks(ROOT / "docs/python_api.md", "py")
-    (tmp_path / "loop.py").write_text(script)
-    ended = run_script(2, tmp_path / "loop.py", cwd=tmp_path)
-    assert [process.code for process in ended] == [0, 0], ended[0].err
-    lines = [line.split(" ", 1) for line in ended[0].out.splitlines()]
-    assert [step for step, _ in lines] == ["3", "6"]
-    first, second = (float(re.search(r"perplexity ([\d.]+)", text)[1]) for _, text in lines)
-    assert first != second
-    assert ended[1].out == ""
+def test_scripts_for_two_processes(tmp_path):
+    """As they are printed: a training loop under FSDP2, and a model split by tp."""
+    loop, split = blocks(ROOT / "docs/python_api.md", "py")
+    found = []
+    for script in (loop, split):
+        (tmp_path / "script.py").write_text(script)
+        ended = run_script(2, tmp_path / "script.py", cwd=tmp_path)
+        assert [process.code for process in ended] == [0, 0], ended[0].err
+        assert ended[1].out == ""
+        lines = ended[0].out.splitlines()
+        found.append([float(re.search(r"perplexity ([\d.]+)", line)[1]) for line in lines])
+    assert len(found[0]) == 2
+    assert found[0][0] != found[0][1]
+    model, tokenizer = ppl_eval.load(embedded_path("tiny_student"))
+    alone = ppl_eval.evaluate(model, tokenizer, ["Ada lived near the mill with a red goat."])
+    assert found[1] == [pytest.approx(alone.perplexity, abs=1e-4)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

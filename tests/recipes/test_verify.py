@@ -310,9 +310,6 @@ def damaged(folder, fault):
     elif fault == "unknown protocol":
         content["protocol"]["name"] = "backwards"
         results.write_text(json.dumps(content))
-    elif fault == "no config":
-        del content["config"]
-        results.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +320,6 @@ def damaged(folder, fault):
         ("documents cut short", "documents.jsonl"),
         ("other schema", "schema_version 99"),
         ("unknown protocol", "the run's protocol is 'backwards'"),
-        ("no config", "has no config"),
     ],
 )
 def test_a_folder_that_cannot_be_verified(finished, fault, sentence):

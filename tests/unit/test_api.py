@@ -94,7 +94,10 @@ def test_a_saved_result_is_a_runs(result, tmp_path, run_recipe_folder):
         assert ours == theirs
     shown = compare([run_recipe_folder, tmp_path / "api"]).replace("\n ", "")
     assert "api: perplexity x 1.00000 of" in shown
-    with pytest.raises(ppl_eval.UserError, match="has no config, so its windows cannot be made"):
+    assert "agree with each other" in verify_folder(tmp_path / "api", None, None)
+    saved["metrics"]["nll_nats_sum"] += 1
+    (tmp_path / "api/results.json").write_text(json.dumps(saved))
+    with pytest.raises(ppl_eval.UserError, match=r"windows.parquet adds up to 2,791 scored tokens"):
         verify_folder(tmp_path / "api", None, None)
 
 

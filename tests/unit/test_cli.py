@@ -117,6 +117,12 @@ assert logging.getLogger("torchao").level == logging.NOTSET
     assert done.returncode == 0, done.stderr
 
 
+def test_two_baselines_are_refused(ppl_eval):
+    code, _, err = ppl_eval("compare", "a", "--baseline", "a", "--baseline", "b")
+    assert code == 1
+    assert "--baseline is given 2 times, but there is one" in err
+
+
 def test_homes_are_expanded(ppl_eval, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ppl_eval("cp", "tiny_ppl_eval", "~/mine.yaml")[0] == 0

@@ -88,8 +88,13 @@ def verify_folder(folder: Path, windows: int | str | None, tolerance: float | No
         tolerance: None: by the run's dtype.
     """
     content = read_results(folder)
-    if content.get("config") is None:
-        raise UserError(f"{folder} has no config, so its windows cannot be made again")
+    if content.get("config") is None:  # saved from Python
+        for problem in _sums(content, _read_windows(folder), _read_documents(folder), folder):
+            raise UserError(f"{folder} is not verified: {problem}")
+        return (
+            f"the files of {folder} agree with each other; windows were not scored again, because"
+            " results.json has no config"
+        )
     config = dict(content["config"])
     asked = {**config.get("verify", {}), **({"tolerance": tolerance} if tolerance else {})}
     asked["windows"] = windows or asked.get("windows") or _WINDOWS
