@@ -81,7 +81,7 @@ def test_an_earlier_runs_files_do_not_stay(tune):
     assert code == 0, err
     assert (OUT / "notes.txt").read_text() == "mine"
     assert set(names(OUT)) - {"logs", "torchtune_config.yaml"} == {
-        *("documents.jsonl", "notes.txt", "results.json"),
+        *("documents.jsonl", "notes.txt", "results.json", "windows.parquet"),
     }
     content = results()
     assert content["counts"]["documents"] == 3
@@ -108,8 +108,8 @@ def test_what_does_not_fit_on_the_disk_is_named(tune):
     assert code == 1
     assert err.splitlines()[-1] == (
         "ppl_eval: error: output_dir is out/tiny_ppl_eval, where this cannot be written:"
-        " tokens.parquet (File too large); out/tiny_ppl_eval has results.json and documents.jsonl"
-        " of this run"
+        " tokens.parquet (File too large); out/tiny_ppl_eval has results.json, documents.jsonl,"
+        " windows.parquet of this run"
     )
     assert "token ppl" in out
     assert "Traceback" not in err

@@ -135,4 +135,4 @@ def test_a_result_fits_a_terminal(run_recipe, tmp_path, monkeypatch, capsys):
     cli.main()
     lines = capsys.readouterr().out.splitlines()
     assert max(map(columns, lines)) <= 80
-    assert any("too few documents" in line for line in lines)
+    assert any("no interval (2 documents of at least" in line for line in lines)

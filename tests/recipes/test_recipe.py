@@ -500,6 +500,7 @@ def test_no_metric_logger(tune):
     assert sorted(path.name for path in Path("out/tiny_ppl_eval").iterdir()) == [
         "documents.jsonl",
         "results.json",
+        "windows.parquet",
     ]
     assert results()["config"]["metric_logger"] is None
 

@@ -98,7 +98,7 @@ class OutputFolder:
         if not missing:
             return None
         others = [name for name in writers if name not in missing]
-        rest = f"; {self.path} has {' and '.join(others)} of this run" if others else ""
+        rest = f"; {self.path} has {', '.join(others)} of this run" if others else ""
         lost = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
         return f"output_dir is {self.path}, where this cannot be written: {lost}{rest}"
 
