@@ -123,6 +123,7 @@ class PerplexityEvalRecipe:
             bar.close()
         peak = process_group.peak_memory_gib(self.device)
         self.peak_memory_gib = peak if cfg.log_peak_memory_stats else None
+        self.quantization = self.prepared.student.quantization()
         self.tokens = None if records is None else records.gather(self.readers[0].groups.loss)
 
     def cleanup(self) -> None:
@@ -144,6 +145,7 @@ class PerplexityEvalRecipe:
             fingerprints=self.fingerprints,
             seconds=self.timer.seconds,
             peak_memory_gib=self.peak_memory_gib,
+            quantization=self.quantization,
             device=self.device,
         )
         content = assemble(self.found, info)

@@ -17,6 +17,7 @@ FLOORS = (
         "evaluation",
         "config",
         "model",
+        "quantize",
         "adapter",
         "metrics",
         "data",

@@ -18,6 +18,8 @@ def quiet() -> None:
     # torchtune's RMSNorm gives a float input and a bf16 scale to torch, which says that it then
     # takes the unfused kernel
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    # torchao 0.15's second version of int8 is wrong in bf16, so the first is used
+    warnings.filterwarnings("ignore", message="Config Deprecation: version 1")
 
 
 def model_types() -> list[str]:

@@ -11,8 +11,7 @@ _KEYS = {
     "set max_documents, the number of documents that are read": "limit",
     "this measures perplexity; `tune run eleuther_eval` measures tasks": "tasks num_fewshot",
     "models run without torch.compile: leave it out": "compile",
-    "the recipe reads plain weights; build a quantised model in Python and give it to"
-    " ppl_eval.evaluate (docs/python_api.md)": "quantizer quantization",
+    "set quantizer.scheme (docs/quantisation.md)": "quantization",
     "every document is read once, in an order that changes no result: leave it out": "shuffle",
     "batches are made by protocol.name and max_tokens_per_batch: leave it out": "collate_fn",
     "a run cannot be resumed: leave it out": "resume resume_from_checkpoint recipe_checkpoint",

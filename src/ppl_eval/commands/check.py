@@ -1,13 +1,12 @@
 """``ppl-eval check``: everything about a run that is known without its weights."""
 
-from ppl_eval.commands.estimate import num_parameters_of_rank
+from ppl_eval.commands.estimate import bytes_of_rank
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.evaluation import preflight
 from ppl_eval.evaluation.teacher import teacher_dims
 from ppl_eval.evaluation.workload import Workload
 from ppl_eval.model.prepare import PreparedModel
 from ppl_eval.parallel.dims import ParallelDims
-from ppl_eval.parallel.process_group import DTYPES
 from ppl_eval.plural import counted
 from ppl_eval.report.progress import TokenisingProgress
 from ppl_eval.report.terminal import padding, protocol_line
@@ -45,12 +44,13 @@ def check(cfg: EvalConfig, num_processes: int) -> str:
 
 
 def _model(prepared: PreparedModel, dims: ParallelDims, dtype: str) -> str:
-    itemsize = DTYPES[dtype].itemsize
-    num_parameters = sum(p.numel() for p in prepared.decoder.model.parameters())
-    num_on_rank = num_parameters_of_rank(prepared.decoder, dims)
+    decoder, quantized = prepared.decoder, prepared.quantized
+    num_parameters = sum(slot.numel() for slot in decoder.weights().values())
+    num_bytes = sum(p.numel() * p.element_size() for p in decoder.model.parameters())
+    kept_in = dtype if quantized is None else f"{dtype} and {quantized.quantizer.scheme}"
     return (
-        f"{prepared.component}, {num_parameters:,} parameters, {_size(num_parameters * itemsize)}"
-        f" in {dtype} ({_size(num_on_rank * itemsize)} on each of {dims.world_size})"
+        f"{prepared.component}, {num_parameters:,} parameters, {_size(num_bytes)} in {kept_in}"
+        f" ({_size(bytes_of_rank(decoder, dims))} on each of {dims.world_size})"
     )
 
 

@@ -59,25 +59,28 @@ class Estimate:
         return replace(self, **sums, **most)
 
 
-def num_parameters_of_rank(decoder: Decoder, dims: ParallelDims) -> int:
-    """Parameters on the rank that has most of them; FSDP2 shards the first dim.
+def bytes_of_rank(decoder: Decoder, dims: ParallelDims) -> int:
+    """Bytes of parameters on the rank that has most of them; FSDP2 shards the first dim.
 
     Args:
         decoder: a decoder that is not split yet, on any device.
         dims: the degrees of parallelism.
     """
-    shapes = _shapes(decoder, dims.tp).values()
-    return sum(-(-first // dims.fsdp_size) * math.prod(rest) for first, *rest in shapes)
+    rows_and_bytes = _rows_and_bytes(decoder, dims.tp).values()
+    return sum(-(-rows // dims.fsdp_size) * row for rows, row in rows_and_bytes)
 
 
 @lru_cache(maxsize=2)  # a table of meshes asks for both models, one tp after the other
-def _shapes(decoder: Decoder, tp: int) -> dict[str, list[int]]:
-    """Parameter name -> the shape that the rank with most of it has after tp has split it."""
-    axes = split_axes(decoder)
-    shapes = {name: list(parameter.shape) for name, parameter in decoder.model.named_parameters()}
-    for name, axis in axes.items():
-        shapes[name][axis] = -(-shapes[name][axis] // tp)
-    return shapes
+def _rows_and_bytes(decoder: Decoder, tp: int) -> dict[str, tuple[int, int]]:
+    """Parameter name -> (size of its first dim, bytes of a row) on the rank with most of it after
+    tp has split it."""
+    axes, found = split_axes(decoder), {}
+    for name, parameter in decoder.model.named_parameters():
+        shape = list(parameter.shape)
+        if name in axes:
+            shape[axes[name]] = -(-shape[axes[name]] // tp)
+        found[name] = shape[0], math.prod(shape[1:]) * parameter.element_size()
+    return found
 
 
 def estimate(
@@ -98,9 +101,9 @@ def estimate(
     tp, fsdp, local = dims.tp, dims.fsdp_size, positions / dims.cp
     weight, num_layers = decoder.embedding.weight, len(decoder.layers)
     itemsize, dim = weight.element_size(), weight.shape[1]
-    numbers = {name: math.prod(shape) for name, shape in _shapes(decoder, tp).items()}
-    root = sum(number for name, number in numbers.items() if not name.startswith("layers."))
-    layer = sum(number for name, number in numbers.items() if name.startswith("layers.0."))
+    sizes = {name: rows * row for name, (rows, row) in _rows_and_bytes(decoder, tp).items()}
+    root = sum(size for name, size in sizes.items() if not name.startswith("layers."))
+    layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     # gathered layers: the one that runs, the next one, and the flat copy of the next one
     num_gathered = 3 if reshard_after_forward else num_layers + 1
     attention: Any = decoder.layers[0].attn
@@ -112,11 +115,11 @@ def estimate(
     sums = (itemsize + 2 * num_layers * 4) * local * dim + 3 * local * 4
     return Estimate(
         dims=dims,
-        parameters=num_parameters_of_rank(decoder, dims) * itemsize,
-        gathered=(root + num_gathered * layer) * itemsize if fsdp > 1 else 0,
+        parameters=bytes_of_rank(decoder, dims),
+        gathered=root + num_gathered * layer if fsdp > 1 else 0,
         activations=_activations(decoder, dims, positions),
         head=_head(decoder, tp, local),
-        fsdp_traffic=received(num_layers * layer * itemsize, fsdp) * reshard_after_forward,
+        fsdp_traffic=received(num_layers * layer, fsdp) * reshard_after_forward,
         cp_traffic=received(num_layers * kv, dims.cp),
         tp_traffic=2 * received(sums, tp),
     )
@@ -138,7 +141,7 @@ def _activations(decoder: TorchtuneDecoder, dims: ParallelDims, positions: int) 
         # scores of a block of queries, and their softmax in fp32
         scores = min(first.attn.num_heads // tp * QUERY_BLOCK * positions, SCORE_ELEMENTS)
         attention += (itemsize + 4) * scores
-    feed_forward = itemsize * local * (4 * dim + 3 * -(-first.mlp.w1.weight.shape[0] // tp))
+    feed_forward = itemsize * local * (4 * dim + 3 * -(-first.mlp.w1.out_features // tp))
     return max(attention, feed_forward)
 
 

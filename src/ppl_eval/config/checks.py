@@ -9,6 +9,7 @@ from ppl_eval.config.limits import check_limits
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.data.protocol import RULES, rule_of
 from ppl_eval.errors import UserError
+from ppl_eval.quantize.schemes import read_quantizer
 
 CHOICES = {
     "protocol.name": tuple(RULES),
@@ -67,6 +68,12 @@ def check_values(config: EvalConfig) -> None:
             raise UserError(f"{key} is {values[key]}, but it is at least {least}")
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
+    read_quantizer(config.quantizer)
+    if config.quantizer and config.parallel.tp > 1:
+        raise UserError(
+            f"quantizer is set and parallel.tp is {config.parallel.tp}, but quantised matrices are"
+            " not split yet: set parallel.tp=1, dp_shard divides the memory"
+        )
     windows = config.verify.windows
     if windows != "all" and (isinstance(windows, str) or windows < 0):
         raise UserError(f"verify.windows is {windows!r}, but it is a number, or all")

@@ -130,6 +130,9 @@ class EvalConfig:
     """Component that names the weight files and their format. Empty: the files in
     checkpoint_dir."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    quantizer: dict[str, Any] = field(default_factory=dict)
+    """How the model's linear layers are quantised as they are read (docs/quantisation.md): scheme,
+    and group_size for int4. Empty: not at all. The teacher is not quantised."""
     teacher_checkpoint_dir: str | None = None
     """Hugging Face folder of a teacher that the model is compared with (docs/distillation.md).
     null: no teacher, unless teacher_model is given."""

@@ -20,6 +20,7 @@ from ppl_eval.evaluation.workload import Workload, prepare_workload
 from ppl_eval.model.prepare import PreparedModel, prepare_model
 from ppl_eval.parallel import process_group
 from ppl_eval.plural import counted
+from ppl_eval.quantize.schemes import read_quantizer
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def prepare(
         cp=cfg.parallel.cp,
         adapter_dir=cfg.adapter.dir,
         merge=cfg.adapter.merge,
+        quantizer=read_quantizer(cfg.quantizer),
     )
     teacher = _teacher(cfg) if cfg.has_teacher else None
     decoders = [student.decoder] if teacher is None else [student.decoder, teacher.decoder]

@@ -18,6 +18,7 @@ from ppl_eval.errors import UserError
 from ppl_eval.model.check_names import EMBEDDING, HEAD
 from ppl_eval.parallel.cut import as_shard, local_part, own_part, own_shard
 from ppl_eval.plural import some
+from ppl_eval.quantize.linear import quantized_layers
 
 
 def load(
@@ -48,6 +49,7 @@ def load(
     model, slots, source = decoder.model, decoder.weights(), checkpoint.source
     if isinstance(source, DistributedSource):
         source = _read_shards(source, checkpoint, slots, device, adapter)
+    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
     shards: dict[str, torch.Tensor] = {}
     tied_copy = None
     for stored_name, name, full in _converted(source, checkpoint, show_progress):
@@ -58,6 +60,13 @@ def load(
             if adapter is not None:
                 _refuse_other_copy(full, name, slots[name], adapter)
                 found = adapter.shards(full, name, slots, device)
+            if name in quantized:
+                whole = full if found is None else found[name]
+                shards |= {
+                    f"{name.removesuffix('weight')}{key}": shard
+                    for key, shard in quantized[name].shards(whole, device).items()
+                }
+                continue
             found = found or {name: own_shard(full, slots[name], device)}
             if not all(local_part(shard).isfinite().all() for shard in found.values()):
                 raise UserError(

@@ -1,7 +1,7 @@
 """A model whose checkpoint is known to fit it, before any weight is read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from ppl_eval.model.from_folder import check_expressible
 from ppl_eval.model.load import load
 from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.dims import Meshes
+from ppl_eval.parallel.process_group import world
 from ppl_eval.parallel.shard import shard_decoder
 from ppl_eval.parallel.tensor import check_heads, split_decoder
+from ppl_eval.quantize.layers import Quantized, quantize_layers, report
+from ppl_eval.quantize.schemes import Quantizer
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class PreparedModel:
         decoder: the model, on the meta device until :meth:`load`.
         checkpoint_dtype: the dtype of most of the checkpoint's numbers, such as ``bfloat16``.
         adapter: an adapter to add to the weights, if there is one.
+        quantized: how linear layers are quantised, if they are.
         warnings: to print before the run, one sentence each.
         notes: what was decided for the user, one sentence each.
     """
@@ -42,6 +46,7 @@ class PreparedModel:
     decoder: TorchtuneDecoder
     checkpoint_dtype: str
     adapter: Adapter | None = None
+    quantized: Quantized | None = None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -52,10 +57,18 @@ class PreparedModel:
 
     def fingerprint(self) -> str:
         """Hash of the model's component, its weights, how they are read, and its adapter."""
-        base = self.checkpoint.fingerprint(self.section)
-        if self.adapter is None:
-            return base
-        return fingerprints.of(base, fingerprints.of_files(list(self.adapter.files)))
+        parts: list[Any] = [self.checkpoint.fingerprint(self.section)]
+        if self.adapter is not None:
+            parts.append(fingerprints.of_files(list(self.adapter.files)))
+        if self.quantized is not None:
+            parts.append(asdict(self.quantized.quantizer))
+        return fingerprints.of(*parts) if len(parts) > 1 else parts[0]
+
+    def quantization(self) -> dict[str, Any] | None:
+        """The ``quantization`` of results.json, after loading; every rank calls it."""
+        if self.quantized is None:
+            return None
+        return report(self.quantized, self.decoder.model, world())
 
     def load(
         self,
@@ -88,6 +101,7 @@ def prepare_model(
     parallel_key: str = "parallel",
     adapter_dir: str | None = None,
     merge: bool = True,
+    quantizer: Quantizer | None = None,
 ) -> PreparedModel:
     """Build a model on the meta device and check everything about it that needs no weights.
 
@@ -100,9 +114,10 @@ def prepare_model(
         parallel_key: the config section that has tp and cp, for messages.
         adapter_dir: folder of a LoRA or DoRA adapter, or None.
         merge: merge it into the weights as they are read; False keeps its matrices apart.
+        quantizer: how to quantise the linear layers as they are read, or None.
 
     Raises:
-        UserError: anything wrong with section, checkpoint or adapter.
+        UserError: anything wrong with section, checkpoint, adapter or quantizer.
     """
     checkpoint = Checkpoint.open(checkpointer)
     if section["_component_"].startswith("torchtune."):
@@ -116,6 +131,7 @@ def prepare_model(
         if not merge:
             install(model, adapter)
     decoder = TorchtuneDecoder(model)
+    quantized = None if quantizer is None else quantize_layers(decoder, quantizer)
     check_heads(decoder, tp, section["_component_"], f"{parallel_key}.tp")
     if cp > 1:
         decoder.check_attention(f"{parallel_key}.cp is {cp}", f"{parallel_key}.cp=1")
@@ -139,4 +155,8 @@ def prepare_model(
             f"model is {section['_component_']} and no adapter is given: its base is evaluated;"
             " set adapter.dir=DIR for an adapter",
         )
-    return PreparedModel(section, checkpoint, decoder, checkpoint_dtype, adapter, warnings, notes)
+    if quantizer is not None:
+        notes += quantizer.notes
+    return PreparedModel(
+        section, checkpoint, decoder, checkpoint_dtype, adapter, quantized, warnings, notes
+    )

@@ -15,6 +15,7 @@ from ppl_eval.decoder import Tail, unwrapped
 from ppl_eval.errors import UserError
 from ppl_eval.model.attention import Attention, SplitAttention, soft_capped
 from ppl_eval.parallel.context import ContextSplit
+from ppl_eval.quantize.linear import quantized_layers
 
 _at_head: ContextVar[Callable[[torch.Tensor], torch.Tensor]] = ContextVar("at_head")
 """What the current forward pass ends in. A student's forward runs inside its teacher's end."""
@@ -107,8 +108,15 @@ class TorchtuneDecoder:
         return [_attention_of(layer.attn) for layer in self.layers]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """torchtune computes all of its buffers, so these are the parameters."""
-        return dict(self.model.named_parameters())
+        """torchtune computes all of its buffers, so these are the parameters; of a quantised layer
+        the weight that it is made of."""
+        slots: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        for name, layer in quantized_layers(self.model).items():
+            slots = {key: slot for key, slot in slots.items() if not key.startswith(f"{name}.")}
+            slots[f"{name}.weight"] = layer.weight_slot
+            if layer.bias is not None:
+                slots[f"{name}.bias"] = layer.bias
+        return slots
 
     def forward(
         self,

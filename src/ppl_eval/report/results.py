@@ -51,6 +51,7 @@ class RunInfo:
         config: the checked config, None if there is none.
         peak_memory_gib: the largest of any rank; None where it is not wanted.
         teacher: the ``teacher`` of results.json without its numbers.
+        quantization: the ``quantization`` of results.json; None for an unquantised model.
         bootstrap: how documents are resampled.
     """
 
@@ -65,6 +66,7 @@ class RunInfo:
     config: EvalConfig | None = None
     peak_memory_gib: float | None = None
     teacher: Mapping[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
 
 
@@ -76,6 +78,7 @@ def run_info(
     fingerprints: Mapping[str, str],
     seconds: Mapping[str, float],
     peak_memory_gib: float | None,
+    quantization: Mapping[str, Any] | None,
     device: torch.device,
 ) -> RunInfo:
     """The info of a run by config.
@@ -87,6 +90,7 @@ def run_info(
         fingerprints: name -> hash of what the number depends on.
         seconds: phase of the run -> how long it took.
         peak_memory_gib: the largest of any rank; None where it is not wanted.
+        quantization: what was quantised; None for an unquantised model.
         device: where this rank computed.
     """
     ranks = Ranks.from_env()
@@ -120,6 +124,7 @@ def run_info(
         config=cfg,
         peak_memory_gib=peak_memory_gib,
         teacher=about_teacher,
+        quantization=quantization,
         bootstrap=cfg.bootstrap,
     )
 
@@ -141,6 +146,7 @@ def assemble(found: Measurement, info: RunInfo) -> dict[str, Any]:
         "config": asdict(info.config) if info.config else None,
         "fingerprints": dict(info.fingerprints()),
         "weights": asdict(found.weights) if found.weights else None,
+        "quantization": info.quantization,
         **measured(found.summary, info.bootstrap.resamples, info.bootstrap.seed),
     }
     if found.teacher is None or found.fidelity is None or info.teacher is None:

@@ -51,9 +51,21 @@ def _run_entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif 1 < num_documents < FEWEST_DOCUMENTS:  # one may be a stream of many
         yield "interval", too_few(num_documents)
     dtype = kept(f"{environment['dtype']} (checkpoint {environment['checkpoint_dtype']})")
+    if content["quantization"] is not None:
+        yield "quantised", _quantised(content["quantization"])
     devices = f"{environment['num_processes']} x {environment['device']}"
     yield "mesh", f"{environment['mesh']['description']} on {devices}, {dtype}"
     yield "speed", f"{content['performance']['tokens_per_s']:,.0f} scored tokens/s"
+
+
+def _quantised(found: Mapping[str, Any]) -> str:
+    size = "" if found["group_size"] is None else f", groups of {found['group_size']}"
+    layers = f"{found['quantized_linear_layers']} of {found['linear_layers']} linear layers"
+    before, after = (found[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
+    error = kept(f"{found['largest_error_in_steps']:.2f} steps")
+    return (
+        f"{found['scheme']}{size}: {layers}, {before:,.1f} to {after:,.1f} MiB, at most {error} off"
+    )
 
 
 def _teacher(teacher: Mapping[str, Any], environment: Mapping[str, Any]) -> str:

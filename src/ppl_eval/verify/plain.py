@@ -17,6 +17,7 @@ from ppl_eval.errors import one_line
 from ppl_eval.files import read_json
 from ppl_eval.model.prepare import prepare_model
 from ppl_eval.parallel.process_group import DTYPES
+from ppl_eval.quantize.schemes import read_quantizer
 from ppl_eval.verify.windows import Window
 
 _ROWS = 256
@@ -114,14 +115,19 @@ def _load(cfg: EvalConfig, checkpoint: Checkpoint, device: torch.device) -> Plai
         DTYPES[cfg.dtype],
         adapter_dir=cfg.adapter.dir,
         merge=cfg.adapter.merge,
+        quantizer=read_quantizer(cfg.quantizer),
     )
     prepared.load(None, device)
-    model = prepared.decoder.model.float().eval()
-    name = f"{prepared.component} unsharded, fp32 (not transformers: {reason})"
+    model, dtype = prepared.decoder.model.eval(), cfg.dtype
+    if prepared.quantized is None:
+        model, dtype = model.float(), "fp32"
+    name = f"{prepared.component} unsharded, {dtype} (not transformers: {reason})"
     return PlainModel(lambda ids: model(ids[None])[0], device, name)
 
 
 def _why_not_transformers(cfg: EvalConfig, checkpoint: Checkpoint) -> str | None:
+    if cfg.quantizer:
+        return "the weights are quantised"
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed"
     if not str(cfg.checkpointer["_component_"]).endswith(".FullModelHFCheckpointer"):

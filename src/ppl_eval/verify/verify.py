@@ -17,6 +17,7 @@ from ppl_eval.errors import UserError
 from ppl_eval.files import read_json
 from ppl_eval.parallel.process_group import device_type
 from ppl_eval.plural import counted
+from ppl_eval.quantize.schemes import read_quantizer
 from ppl_eval.report.output import DOCUMENTS, RESULTS, TOKENS, WINDOWS, replace_results
 from ppl_eval.report.results import SCHEMA_VERSION, write_results
 from ppl_eval.verify.plain import PlainModel, load_plain
@@ -26,6 +27,9 @@ from ppl_eval.verify.windows import Window
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 """dtype -> how far the NLL of a window, and of all of them, may be from the plain model's: relative
 to it, or to 1 nat a token if it is less."""
+
+_DYNAMIC = 1e-3
+"""The same where activations are quantised: their last bit may round to another int8."""
 
 _WINDOWS = 20
 """Windows that ``ppl-eval verify`` compares where neither it nor the config says how many."""
@@ -160,7 +164,10 @@ def _verify(folder: Path, content: Mapping[str, Any], cfg: EvalConfig) -> dict[s
         if probe is None and len(window.ids) > 3:
             probe = later_token_changes(plain, window)
     tolerance = cfg.verify.tolerance
-    tolerance = TOLERANCES[cfg.dtype] if tolerance is None else tolerance
+    if tolerance is None:
+        quantizer = read_quantizer(cfg.quantizer)
+        is_dynamic = quantizer is not None and quantizer.activations is not None
+        tolerance = max(TOLERANCES[cfg.dtype], _DYNAMIC if is_dynamic else 0)
     return {
         "method": plain.description,
         "windows_of_run": num_windows,

@@ -1,0 +1,1 @@
+"""Quantised linear layers: torchao's numbers, in parameters that FSDP2 can shard."""

@@ -1,0 +1,130 @@
+"""Quantised layers: torchao's bits, whatever rows a rank has; and which sections are refused."""
+
+import pytest
+import torch
+from torch import nn
+from torchao import quantization as ao
+
+from ppl_eval.errors import UserError
+from ppl_eval.quantize import linear
+from ppl_eval.quantize.linear import QuantizedLinear, quantize
+from ppl_eval.quantize.schemes import SCHEMES, read_quantizer
+
+CONFIGS = {
+    "int8_weight_only": lambda: ao.Int8WeightOnlyConfig(),
+    "int8_dynamic": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
+    "int8_dynamic_int4": lambda: ao.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=ao.PerGroup(32)
+    ),
+    "int4_weight_only": lambda: ao.IntxWeightOnlyConfig(
+        weight_dtype=torch.int4, granularity=ao.PerGroup(32)
+    ),
+    "float8_weight_only": lambda: ao.Float8WeightOnlyConfig(),
+}
+
+
+def quantizer_of(scheme):
+    groups = {} if SCHEMES[scheme].group_size is None else {"group_size": 32}
+    return read_quantizer({"scheme": scheme, **groups})
+
+
+def layer(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Linear(128, 96, dtype=dtype).requires_grad_(False)
+
+
+def loaded(plain, scheme):
+    slot = nn.Linear(128, len(plain.weight), device="meta", dtype=plain.weight.dtype)
+    quantised = QuantizedLinear(slot, quantizer_of(scheme))
+    shards = quantised.shards(plain.weight, torch.device("cpu"))
+    quantised.load_state_dict({**shards, "bias": plain.bias}, assign=True)
+    return quantised.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_bits_of_torchao(scheme, dtype):
+    plain = layer(dtype=dtype)
+    ours = loaded(plain, scheme)
+    x = torch.randn(2, 5, 128, dtype=dtype)
+    before = plain(x)
+    ao.quantize_(plain, CONFIGS[scheme]())
+    assert torch.equal(ours(x), plain(x))
+    assert not torch.equal(ours(x), before)
+    assert 0.4 < ours.error_in_steps < 1.5
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_are_quantised_alone(scheme):
+    plain = layer()
+    whole, x = loaded(plain, scheme), torch.randn(3, 128)
+    part = nn.Linear(128, 40)
+    part.weight, part.bias = (nn.Parameter(p[20:60], False) for p in (plain.weight, plain.bias))
+    assert torch.equal(loaded(part, scheme)(x), whole(x)[:, 20:60])
+
+
+def test_a_kernel_that_is_off_is_an_error(monkeypatch):
+    """torchao 0.15's second version of int8 dequantises bf16 wrongly."""
+    config = ao.Int8WeightOnlyConfig
+    monkeypatch.setattr(ao, "Int8WeightOnlyConfig", lambda version: config(version=2))
+    assert loaded(layer(), "int8_weight_only").error_in_steps < 1
+    with pytest.raises(UserError, match="quantisation steps from the checkpoint's"):
+        loaded(layer(dtype=torch.bfloat16), "int8_weight_only")
+
+
+def test_the_error_is_that_of_the_checkpoints_weight(monkeypatch):
+    real = quantize
+    monkeypatch.setattr(linear, "quantize", lambda w, q: real(w + (len(w) > 1) * 0.01, q))
+    with pytest.raises(UserError, match="quantisation steps from the checkpoint's"):
+        loaded(layer(), "int8_weight_only")
+
+
+def test_a_weight_that_is_no_number():
+    plain = layer()
+    plain.weight[3, 4] = float("nan")
+    with pytest.raises(UserError, match="holds NaN or infinite numbers"):
+        loaded(plain, "int8_weight_only")
+
+
+@pytest.mark.parametrize(
+    ("section", "scheme", "size"),
+    [
+        ({"scheme": "int8_dynamic"}, "int8_dynamic", None),
+        ({"scheme": "int4_weight_only"}, "int4_weight_only", 128),
+        ({"scheme": "int8_dynamic_int4", "group_size": 64}, "int8_dynamic_int4", 64),
+        (
+            {
+                "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQuantizer",
+                "groupsize": 32,
+            },
+            "int8_dynamic_int4",
+            32,
+        ),
+        (
+            {"_component_": "torchtune.training.quantization.Int4WeightOnlyQuantizer"},
+            "int4_weight_only",
+            128,
+        ),
+    ],
+)
+def test_sections(section, scheme, size):
+    found = read_quantizer(section)
+    assert (found.scheme, found.group_size) == (scheme, size)
+    assert bool(found.notes) == ("_component_" in section)
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ({"scheme": "int8_weight"}, "did you mean quantizer.int8_weight_only|int8_weight_only"),
+        ({"scheme": None}, "quantizer.scheme is None, but it is one of int8_weight_only"),
+        ({"scheme": "int8_dynamic", "group_size": 32}, "one scale for each output feature"),
+        ({"scheme": "int4_weight_only", "group_size": 0}, "group_size is 0, but"),
+        ({"scheme": "int4_weight_only", "group_size": "a"}, "group_size is 'a', but"),
+        ({"scheme": "int8_dynamic", "groups": 32}, "unknown config key quantizer.groups"),
+        ({"_component_": "my.Quantizer"}, "a quantizer is one of torchtune's"),
+    ],
+)
+def test_sections_that_are_refused(section, sentence):
+    with pytest.raises(UserError, match=sentence):
+        read_quantizer(section)
