@@ -69,11 +69,6 @@ def check_values(config: EvalConfig) -> None:
     if config.seed >= 2**63:
         raise UserError(f"seed is {config.seed}, but it is below 2**63")
     read_quantizer(config.quantizer)
-    if config.quantizer and config.parallel.tp > 1:
-        raise UserError(
-            f"quantizer is set and parallel.tp is {config.parallel.tp}, but quantised matrices are"
-            " not split yet: set parallel.tp=1, dp_shard divides the memory"
-        )
     windows = config.verify.windows
     if windows != "all" and (isinstance(windows, str) or windows < 0):
         raise UserError(f"verify.windows is {windows!r}, but it is a number, or all")

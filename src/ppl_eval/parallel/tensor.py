@@ -3,7 +3,8 @@
 Parameters become DTensors on the ``tp`` mesh, so that FSDP2 shards them further and loading finds
 their placement. The products run on the local parts, because DTensor's dispatch costs more than a
 small layer. A decoder layer makes two all-reduces of its hidden states, the embedding one. An
-unmerged adapter on a matrix that is split by rows adds one of [..., rank].
+unmerged adapter on a matrix that is split by rows adds one of [..., rank]. A quantised layer (any
+module with a ``split_kind``) computes with its parts by itself.
 """
 
 import re
@@ -58,6 +59,9 @@ def check_heads(
             )
     for path, parameter in model.named_parameters():
         owner = path.rpartition(".")[0]
+        module: Any = model.get_submodule(owner)
+        if owner in planned and hasattr(module, "split_kind"):
+            module.check_split(planned[owner], tp, owner, key)
         if parameter.ndim > 1 and not _can_split(decoder, owner, planned):
             raise UserError(
                 f"{key} is {tp}, but how to split {path} of a"
@@ -101,7 +105,7 @@ def split_axes(decoder: Decoder) -> dict[str, int]:
         f"{name}.{key}": _AXES[kind]
         for name, kind in _planned(decoder).items()
         for key, parameter in decoder.model.get_submodule(name).named_parameters(recurse=False)
-        if parameter.ndim > _AXES[kind]
+        if _is_split(parameter, kind)
     }
 
 
@@ -124,12 +128,15 @@ def split_decoder(decoder: Decoder, mesh: DeviceMesh) -> None:
     decoder.divide_heads(mesh.size())
     for name, kind in planned.items():
         module: Any = decoder.model.get_submodule(name)
-        axis = _AXES[kind]
+        shard = [Shard(_AXES[kind])]
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim > axis:
-                part = distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None)
+            if _is_split(parameter, kind):
+                part = distribute_tensor(parameter.data, mesh, shard, src_data_rank=None)
                 module.register_parameter(key, nn.Parameter(part, requires_grad=False))
         module.tp_group = mesh.get_group()
+        if hasattr(module, "split_kind"):
+            module.split_kind = kind
+            continue
         before, split = type(module), _split_class(module, kind)
         # a new class, as FSDP2 makes it; a subclass (Gemma scales its embedding) keeps what it adds
         bases = (split,) if issubclass(split, before) else (before, split)
@@ -247,8 +254,16 @@ def _can_split(decoder: Decoder, owner: str, planned: dict[str, str]) -> bool:
     if module is decoder.embedding:
         return isinstance(module, nn.Embedding)
     adapted = owner.removesuffix(".lora_a").removesuffix(".lora_b")
+    if adapted not in planned:
+        return False
     # a subclass may compute more than a product
-    return adapted in planned and type(module) in (nn.Linear, AdaptedLinear)
+    return type(module) in (nn.Linear, AdaptedLinear) or hasattr(module, "split_kind")
+
+
+def _is_split(parameter: torch.Tensor, kind: str) -> bool:
+    """Whether a parameter is cut; the scale of a whole row [out, 1] is not cut with its row."""
+    axis = _AXES[kind]
+    return parameter.ndim > axis and parameter.shape[axis] > 1
 
 
 def _planned(decoder: Decoder) -> dict[str, str]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from ppl_eval.errors import UserError
-from ppl_eval.parallel.cut import as_shard, own_part
+from ppl_eval.parallel.cut import as_shard, local_part, own_part
+from ppl_eval.parallel.products import wide_product
 from ppl_eval.quantize.schemes import SCHEMES, Quantizer
 
 
@@ -27,6 +29,8 @@ class QuantizedLinear(nn.Module):
 
     Attributes:
         weight_slot: an empty meta tensor of W's shape and dtype: what the checkpoint has.
+        split_kind: how tensor parallelism has split W, ``columns`` or ``rows``; None: not.
+        tp_group: the ranks that share W then.
         error_in_steps: largest |dequantised - W| of this rank's rows, in quantisation steps; nan
             before loading.
     """
@@ -38,6 +42,8 @@ class QuantizedLinear(nn.Module):
         self.quantizer = quantizer
         self.error_in_steps = float("nan")
         self.bias = linear.bias
+        self.split_kind: str | None = None
+        self.tp_group: dist.ProcessGroup | None = None
         row = torch.zeros(1, linear.in_features, dtype=linear.weight.dtype)
         self._template = quantize(row, quantizer)
         self._leaves = {path.replace(".", "_"): path for path, _ in _leaves(self._template)}
@@ -65,6 +71,7 @@ class QuantizedLinear(nn.Module):
             UserError: W holds NaN or infinite numbers, or the kernel is off by more than a step.
         """
         slots = {name: self.get_parameter(name) for name in self._leaves}
+        # whole rows: a scale is that of the row, also where tp cuts it
         rows = own_part(full, next(iter(slots.values())), 0).to(device, self.weight_slot.dtype)
         if not len(rows):
             empty = {
@@ -84,12 +91,73 @@ class QuantizedLinear(nn.Module):
                 f" the most: this torchao cannot do it in {rows.dtype}; try dtype=fp32"
             )
         parts = {name: leaf for name, (_, leaf) in zip(slots, _leaves(quantised), strict=True)}
-        return {name: as_shard(part.contiguous(), slots[name]) for name, part in parts.items()}
+        return self._cut(parts, device)
+
+    def _cut(
+        self, rows: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """The columns of this rank, of inner tensors of its rows."""
+        found = {}
+        for name, part in rows.items():
+            slot = self.get_parameter(name)
+            if part.ndim > 1:
+                part = own_part(part, slot, 1)
+            found[name] = as_shard(part.to(device).contiguous(), slot)
+        return found
+
+    def check_split(self, kind: str, tp: int, name: str, key: str) -> None:
+        """Refuse a degree of tensor parallelism that cuts a group.
+
+        Args:
+            kind: ``rows`` (input features) or ``columns``.
+            tp: ranks that share the matrix.
+            name: what the message calls the layer.
+            key: the config key of ``tp``.
+
+        Raises:
+            UserError: it does.
+        """
+        size = self.quantizer.group_size or 1
+        if kind == "rows" and self.in_features % (tp * size):
+            what = f"{self.in_features} input features"
+            groups = "" if size == 1 else f" in groups of {size}"
+            raise UserError(
+                f"{key} is {tp}, but {name} has {what}{groups}, which {tp} ranks cannot share: set"
+                f" {key}=1 or a smaller quantizer.group_size"
+            )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """By torchao's kernel; in the dtype of ``input``."""
-        parts = {path: self.get_parameter(name) for name, path in self._leaves.items()}
-        return F.linear(input, _wrapped(self._template, parts), self.bias)
+        """By torchao's kernel; in the dtype of ``input``. Split by rows, summed over tp in fp32."""
+        parts = {path: local_part(self.get_parameter(n)) for n, path in self._leaves.items()}
+        bias = None if self.bias is None else local_part(self.bias)
+        if self.split_kind != "rows":
+            return F.linear(input, _wrapped(self._template, parts), bias)
+        if self.quantizer.activations is None:
+            out = wide_product(input, _wrapped(self._template, parts).dequantize())
+        else:
+            extended = self._with_extremes(input)
+            padded = {path: self._padded(path, part) for path, part in parts.items()}
+            out = F.linear(extended, _wrapped(self._template, padded)).float()
+        dist.all_reduce(out, group=self.tp_group)
+        out = out.to(input.dtype)
+        return out if bias is None else out + bias
+
+    def _with_extremes(self, input: torch.Tensor) -> torch.Tensor:
+        """Features that hold each token's extremes over all ranks, beside this rank's: torchao then
+        quantises every rank's part of a token by the scale of the whole token."""
+        extremes = torch.stack([input.amax(dim=-1), -input.amin(dim=-1)], dim=-1)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.tp_group)
+        extremes[..., 1].neg_()
+        width = self.quantizer.group_size or 2
+        return torch.cat([input, F.pad(extremes, (0, width - 2))], dim=-1)
+
+    def _padded(self, path: str, part: torch.Tensor) -> torch.Tensor:
+        """An inner tensor with zero weights for the features of :meth:`_with_extremes`."""
+        if part.ndim < 2 or part.shape[1] == 1:
+            return part
+        is_scale = path.endswith("scale")
+        width = 1 if path.endswith(("scale", "zero_point")) else self.quantizer.group_size or 2
+        return F.pad(part, (0, width), value=float(is_scale))
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -155,21 +223,28 @@ def _leaves(tensor: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _wrapped(template: Any, leaves: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
-    """torchao's tensor of the shape of ``leaves``, built as ``template`` is."""
+    """torchao's tensor of the shape of ``leaves``, built as ``template`` [1, in] is."""
     names, context = template.__tensor_flatten__()
-    rows = len(next(iter(leaves.values())))
+    numbers = next(leaf for path, leaf in leaves.items() if path.endswith(_NUMBERS))
     inner = {}
     for name in names:
         value, path = getattr(template, name), f"{prefix}{name}"
         is_inner = hasattr(value, "__tensor_flatten__")
         inner[name] = _wrapped(value, leaves, f"{path}.") if is_inner else leaves[path]
-    shape = torch.Size((rows, *template.shape[1:]))
+    shape = numbers.shape
 
-    def changed(value: Any) -> Any:  # torchao keeps the shape among the constants
-        return shape if isinstance(value, torch.Size) and value == template.shape else value
+    def changed(value: Any) -> Any:  # torchao keeps the shape, and the block of a whole row
+        if isinstance(value, torch.Size) and value == template.shape:
+            return shape
+        is_row = isinstance(value, tuple | list) and tuple(value) == tuple(template.shape)
+        return type(value)((1, shape[1])) if is_row else value
 
     if isinstance(context, dict):
         context = {key: changed(value) for key, value in context.items()}
     else:
         context = type(context)(changed(value) for value in context)
     return type(template).__tensor_unflatten__(inner, context, shape, None)
+
+
+_NUMBERS = ("qdata", "int_data")
+"""Ends of the paths of the tensors that hold the quantised numbers [out, in]."""
