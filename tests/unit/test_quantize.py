@@ -117,6 +117,8 @@ def test_sections(section, scheme, size):
     ("section", "sentence"),
     [
         ({"scheme": "int8_weight"}, "did you mean quantizer.int8_weight_only|int8_weight_only"),
+        ({"scheme": "nf4"}, "nf4, which is not evaluated yet: its blocks do not end with a row"),
+        ({"scheme": "float8_dynamic"}, "float8_dynamic, which is not evaluated yet: torchao has a"),
         ({"scheme": None}, "quantizer.scheme is None, but it is one of int8_weight_only"),
         ({"scheme": "int8_dynamic", "group_size": 32}, "one scale for each output feature"),
         ({"scheme": "int4_weight_only", "group_size": 0}, "group_size is 0, but"),

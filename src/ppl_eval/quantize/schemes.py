@@ -32,6 +32,13 @@ SCHEMES = {
     "float8_weight_only": Scheme("float8"),
 }
 
+_NOT_YET = {
+    "float8_dynamic": "torchao has a kernel for CUDA only, and it has not been run here: take"
+    " float8_weight_only or int8_dynamic",
+    "nf4": "its blocks do not end with a row: take int4_weight_only",
+}
+"""Schemes of torchao that are not evaluated -> why, and what to take."""
+
 _TORCHTUNE = {
     "Int8DynActInt4WeightQuantizer": ("int8_dynamic_int4", 256),
     "Int4WeightOnlyQuantizer": ("int4_weight_only", 128),
@@ -77,6 +84,8 @@ def read_quantizer(section: Mapping[str, Any]) -> Quantizer | None:
     if section:
         key = next(iter(section))
         raise UserError(f"unknown config key quantizer.{key}: it has scheme and group_size")
+    if name in _NOT_YET:
+        raise UserError(f"quantizer.scheme is {name}, which is not evaluated yet: {_NOT_YET[name]}")
     if name not in SCHEMES:
         hint = did_you_mean(str(name), SCHEMES)
         raise UserError(
