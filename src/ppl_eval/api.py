@@ -140,14 +140,13 @@ def evaluate(
     notes += notes_of(documents)
     for note in notes if is_first else ():
         logger.warning(note)
-    readers = [Reader(model, decoder_of(model), groups, fp32_logits or teacher is not None)]
-    if teacher is not None:
-        teachers = groups if teacher_meshes is None else Groups.of(teacher_meshes)
-        readers.append(Reader(teacher, decoder_of(teacher), teachers))
-    bar = None
-    if progress and is_first:
-        num_scored = int(workload.windows.num_scored.sum())
-        bar = ProgressBar(num_scored, MetricLogger(None), device, always=True)
+    teachers = groups if teacher_meshes is None else Groups.of(teacher_meshes)
+    fp32_logits = fp32_logits or teacher is not None
+    readers = [
+        Reader(each, decoder_of(each), place, fp32_logits)
+        for each, place in zip(models, (groups, teachers), strict=False)
+    ]
+    bar = _bar(workload, device) if progress and is_first else None
     with timer.phase("evaluate"):
         on_step = None if bar is None else bar.update
         found = run(readers, workload, device=device, noise_floor=noise_floor, on_step=on_step)
@@ -155,6 +154,11 @@ def evaluate(
         bar.close()
     info = _info(readers, workload, tokenizer, device, notes, timer.seconds)
     return Evaluation(**vars(found), info=info)
+
+
+def _bar(workload: Workload, device: torch.device) -> ProgressBar:
+    num_scored = int(workload.windows.num_scored.sum())
+    return ProgressBar(num_scored, MetricLogger(None), device, always=True)
 
 
 def _need_module(model: Any, name: str) -> None:

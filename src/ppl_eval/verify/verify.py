@@ -1,8 +1,7 @@
 """Verify a finished run: windows of the raw text, scored by a plain model, against its files."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +17,15 @@ from ppl_eval.files import read_json
 from ppl_eval.parallel.process_group import device_type
 from ppl_eval.plural import counted
 from ppl_eval.quantize.schemes import read_quantizer
-from ppl_eval.report.output import DOCUMENTS, RESULTS, TOKENS, WINDOWS, replace_results
+from ppl_eval.report.output import DOCUMENTS, RESULTS, replace_results
 from ppl_eval.report.results import SCHEMA_VERSION, write_results
+from ppl_eval.verify.files import (
+    read_documents,
+    read_windows,
+    sums_differ,
+    tokens_differ,
+    windows_differ,
+)
 from ppl_eval.verify.plain import PlainModel, load_plain
 from ppl_eval.verify.texts import Texts
 from ppl_eval.verify.windows import Window
@@ -33,9 +39,6 @@ _DYNAMIC = 1e-3
 
 _WINDOWS = 20
 """Windows that ``ppl-eval verify`` compares where neither it nor the config says how many."""
-
-_SAME_SUM = 1e-9
-"""Relative difference of two sums of the same float64 numbers, added in different orders."""
 
 _CAUSAL = 1e-3
 """Nats by which a later token may change an earlier loss. In fp32 kernels that group tokens, such
@@ -93,7 +96,7 @@ def verify_folder(folder: Path, windows: int | str | None, tolerance: float | No
     """
     content = read_results(folder)
     if content.get("config") is None:  # saved from Python
-        for problem in _sums(content, _read_windows(folder), _read_documents(folder), folder):
+        for problem in sums_differ(content, read_windows(folder), read_documents(folder), folder):
             raise UserError(f"{folder} is not verified: {problem}")
         return (
             f"the files of {folder} agree with each other; windows were not scored again, because"
@@ -127,7 +130,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 def _verify(folder: Path, content: Mapping[str, Any], cfg: EvalConfig) -> dict[str, Any] | str:
     """The section; or why the model does not fit into one process."""
     started = perf_counter()
-    rows, documents = _read_windows(folder), _read_documents(folder)
+    rows, documents = read_windows(folder), read_documents(folder)
     texts = Texts(cfg, content["protocol"])
     if len(texts.documents) != len(documents):
         raise UserError(
@@ -143,16 +146,16 @@ def _verify(folder: Path, content: Mapping[str, Any], cfg: EvalConfig) -> dict[s
     plain = load_plain(cfg, int(content["protocol"]["max_seq_len"]), _device(cfg))
     if isinstance(plain, str):
         return plain
-    problems = [*_sums(content, rows, documents, folder)]
+    problems = [*sums_differ(content, rows, documents, folder)]
     windows: dict[tuple[int, int], Window] = {}
     num_tokens = 0
     for number in numbers:
         of_document = texts.windows(number)
         windows |= {(number, window.start): window for window in of_document}
         num_tokens += len(texts.tokens(number))
-        problems += _windows_differ(number, of_document, rows)
+        problems += windows_differ(number, of_document, rows)
     if len(numbers) == len(documents):
-        problems += _tokens_differ(num_tokens, content["counts"])
+        problems += tokens_differ(num_tokens, content["counts"])
     compared, probe = [], None
     for row in sorted(chosen.tolist()):
         key = int(rows["document"][row]), int(rows["start"][row])
@@ -244,119 +247,6 @@ def check_causal(change: float | None, problems: list[str]) -> float | None:
             " its perplexity means nothing"
         )
     return change
-
-
-def _windows_differ(
-    number: int, windows: list[Window], rows: Mapping[str, np.ndarray]
-) -> Iterator[str]:
-    """Whether a document has other windows than the run scored."""
-    mine = [(w.start, len(w.scored)) for w in windows]
-    begin, end = np.searchsorted(rows["document"], [number, number + 1])
-    its = rows["start"][begin:end].tolist(), rows["scored_tokens"][begin:end].tolist()
-    run = list(zip(*its, strict=True))
-    if mine != run:
-        place = next(
-            (i for i, (a, b) in enumerate(zip(mine, run, strict=False)) if a != b),
-            min(len(mine), len(run)),
-        )
-        yield (
-            f"document {number} has {counted(len(mine), 'window')}, and the run scored"
-            f" {len(run):,}: window {place} is {_window(mine, place)}, and the run's"
-            f" {_window(run, place)}"
-        )
-
-
-def _window(windows: list[tuple[int, int]], place: int) -> str:
-    if place >= len(windows):
-        return "none"
-    start, num_scored = windows[place]
-    return f"{counted(num_scored, 'scored token')} from token {start} on"
-
-
-def _tokens_differ(num_tokens: int, counts: Mapping[str, Any]) -> Iterator[str]:
-    """Whether scored and unscored tokens are all tokens of the texts."""
-    unscored = {name: n for name, n in counts["not_scored"].items() if name != "empty"}
-    found = counts["scored_tokens"] + sum(unscored.values())
-    if found != num_tokens:
-        yield (
-            f"the texts have {num_tokens:,} tokens, but {counts['scored_tokens']:,} scored and"
-            f" {sum(unscored.values()):,} unscored ones are {found:,}"
-        )
-
-
-def _sums(
-    content: Mapping[str, Any],
-    rows: Mapping[str, np.ndarray],
-    documents: list[dict[str, Any]],
-    folder: Path,
-) -> Iterator[str]:
-    """Whether windows, documents, domains, positions and tokens add up to results.json."""
-    total = content["counts"]["scored_tokens"], content["metrics"]["nll_nats_sum"]
-    by_domain = [(d["counts"], d["metrics"]) for d in content["domains"].values()]
-    with_domain = [row for row in documents if row["domain"] is not None]
-    tables = {
-        WINDOWS: (rows["scored_tokens"].tolist(), rows["nll_nats_sum"].tolist(), total),
-        DOCUMENTS: (*_columns(documents), total),
-        "its domains": (
-            [counts["scored_tokens"] for counts, _ in by_domain],
-            [metrics["nll_nats_sum"] for _, metrics in by_domain],
-            tuple(
-                f(column) for f, column in zip((sum, math.fsum), _columns(with_domain), strict=True)
-            ),
-        ),
-    }
-    positions = content["loss_by_position"]
-    tables["loss_by_position"] = (
-        [row["scored_tokens"] for row in positions],
-        [row["scored_tokens"] * row["nll_nats_per_token"] for row in positions],
-        total,
-    )
-    if (folder / TOKENS).is_file():
-        import pyarrow.parquet as pq
-
-        nll = pq.read_table(folder / TOKENS, columns=["nll_nats"])["nll_nats"].drop_null()
-        tables[TOKENS] = ([len(nll)], [math.fsum(nll.to_pylist())], total)
-    for name, (scored, nll, (num_scored, nll_sum)) in tables.items():
-        if sum(scored) != num_scored or not math.isclose(
-            math.fsum(nll), nll_sum, rel_tol=_SAME_SUM, abs_tol=_SAME_SUM
-        ):
-            yield (
-                f"{name} adds up to {sum(scored):,} scored tokens and {math.fsum(nll):.6f} nats,"
-                f" but results.json has {num_scored:,} and {nll_sum:.6f}"
-            )
-
-
-def _columns(documents: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    return (
-        [row["scored_tokens"] for row in documents],
-        [row["nll_nats_sum"] for row in documents],
-    )
-
-
-def _read_windows(folder: Path) -> dict[str, np.ndarray]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(folder / WINDOWS)
-        names = ("document", "start", "scored_tokens", "nll_nats_sum")
-        return {name: table[name].to_numpy() for name in names}
-    except (OSError, pa.ArrowInvalid, KeyError) as error:
-        raise UserError(
-            f"{folder / WINDOWS} cannot be read, so no window can be compared: it is missing or was"
-            " cut short; run the evaluation again"
-        ) from error
-
-
-def _read_documents(folder: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (folder / DOCUMENTS).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder / DOCUMENTS} cannot be read: it is missing or was cut short; run the"
-            " evaluation again"
-        ) from error
 
 
 def _device(cfg: EvalConfig) -> torch.device:
