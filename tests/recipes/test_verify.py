@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from families import write
 from ranks import run_script
 from safetensors.torch import save_file
 
-from ppl_eval import shipped
+from ppl_eval import cli, shipped
 from ppl_eval.data import collate as collating
 from ppl_eval.data import protocol as protocols
 from ppl_eval.data import windows
@@ -259,39 +258,44 @@ def finished(run_recipe):
     return Path("out/tiny_teacher_ppl_eval")
 
 
-def ppl_eval_verify(folder, *args):
-    return subprocess.run(
-        [sys.executable, "-m", "ppl_eval.cli", "verify", str(folder), *args],
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def ppl_eval_verify(monkeypatch, capsys):
+    """``ppl-eval verify`` in this process: (exit code, stdout, stderr)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["ppl-eval", "verify", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def test_a_finished_run(finished):
+def test_a_finished_run(finished, ppl_eval_verify):
     before = json.loads((finished / "results.json").read_text())
-    ended = ppl_eval_verify(finished, "--windows", "7")
-    assert ended.returncode == 0, ended.stderr
-    assert "verified 7 of" in ended.stdout
+    code, out, err = ppl_eval_verify(finished, "--windows", "7")
+    assert code == 0, err
+    assert "verified 7 of" in out
     after = json.loads((finished / "results.json").read_text())
     assert after.pop("verify")["windows"] == 7
     assert after == before
-    ended = ppl_eval_verify(finished, "--windows", "all", "--tolerance", "1e-12")
-    assert ended.returncode == 1
-    assert "by more than 1e-12" in ended.stderr
+    code, _, err = ppl_eval_verify(finished, "--windows", "all", "--tolerance", "1e-12")
+    assert code == 1
+    assert "by more than 1e-12" in err
 
 
-def test_a_run_that_was_changed(finished):
-    """The rows of two documents change places: each number is right, and not its document's."""
+def test_a_run_that_was_changed(finished, ppl_eval_verify):
     file = finished / "documents.jsonl"
-    lines = file.read_text().splitlines()
-    first, second = json.loads(lines[0]), json.loads(lines[1])
-    first["nll_nats_sum"] += 1.0
-    file.write_text(
-        "\n".join(map(json.dumps, (first, second))) + "\n" + "\n".join(lines[2:]) + "\n"
-    )
-    ended = ppl_eval_verify(finished)
-    assert ended.returncode == 1
-    assert "documents.jsonl adds up to" in ended.stderr
+    first, *others = file.read_text().splitlines()
+    changed = json.loads(first)
+    changed["nll_nats_sum"] += 1.0
+    file.write_text("".join(f"{line}\n" for line in (json.dumps(changed), *others)))
+    code, _, err = ppl_eval_verify(finished)
+    assert code == 1
+    assert "documents.jsonl adds up to" in err
 
 
 def damaged(folder, fault):
