@@ -19,6 +19,7 @@ from ppl_eval.metrics.tokens import TokenRecords
 from ppl_eval.parallel import process_group
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.ranks import Ranks
+from ppl_eval.report.layout import wrapped
 from ppl_eval.report.metric_logger import MetricLogger
 from ppl_eval.report.output import RESULTS, OutputFolder
 from ppl_eval.report.progress import ProgressBar, Timer, TokenisingProgress
@@ -169,7 +170,7 @@ class PerplexityEvalRecipe:
             return
         del self.readers, self.prepared, self.found  # the plain model needs their memory
         if self.cfg.verify.windows:
-            print(verify_run(self.output.path, self.cfg))
+            print(*wrapped(verify_run(self.output.path, self.cfg), indent="  "), sep="\n")
         if self.exceeded:
             raise LimitExceeded(self.exceeded)
 

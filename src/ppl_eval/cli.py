@@ -145,9 +145,11 @@ def _verify(args: argparse.Namespace) -> None:
     ppl-eval verify out/student
     ppl-eval verify out/student --windows all
     """
+    from ppl_eval.report.layout import wrapped
     from ppl_eval.verify.verify import verify_folder
 
-    print(verify_folder(args.results, args.windows, args.tolerance))
+    said = verify_folder(args.results, args.windows, args.tolerance)
+    print(*wrapped(said, indent="  "), sep="\n")
 
 
 def _drop_layers(args: argparse.Namespace) -> None:
