@@ -25,7 +25,7 @@ def write(tmp_path, monkeypatch):
     def run(name, nll, protocol=(), **fingerprints):
         nll = list(map(float, nll))
         tokens = [10 * n for n in range(1, len(nll) + 1)]
-        perplexity = math.exp(sum(nll) / sum(tokens))
+        perplexity = math.exp(min(sum(nll) / sum(tokens), 700))
         metrics = {
             "token_perplexity": perplexity,
             "document_mean_perplexity": 2.0,
@@ -123,7 +123,8 @@ def test_names_are_the_shortest_that_tell_runs_apart(write):
     assert names[:2] == ["a/out", "sweep/b/out"]
     assert names[2].endswith("/b/out")
     assert names[3] == "last"
-    assert rows_of(compare([folders[0], folders[0] / "results.json"])) == ["out"]  # once
+    same = [folders[0], folders[0] / "results.json", folders[0].resolve()]
+    assert rows_of(compare(same, baseline=folders[0].resolve())) == ["out"]  # once
 
 
 def test_a_folder_without_results_is_left_out(write):
@@ -165,6 +166,22 @@ def test_other_tokenizers_are_compared_by_byte(write):
     forced = compare([Path("a"), other], force=True)
     assert "token" in forced.split("\n")[0]
     assert "note: * b: its tokenizer differs" in forced
+
+
+def test_a_difference_beyond_float64(write):
+    folders = [write("a", BEFORE), write("b", [8_000.5 * n for n in range(1, 5)])]
+    assert "b: perplexity x inf of a" in compare(folders)
+    record = json.loads(compare(folders, format="json"))[1]["against_baseline"][0]
+    assert record["ratio"] is None
+    assert record["interval_95"] == [None, None]
+
+
+def test_a_run_without_documents_is_told(write):
+    folders = [write("a", BEFORE), write("b", AFTER)]
+    (folders[1] / "documents.jsonl").unlink()
+    shown = compare(folders)
+    assert "note: b has no documents.jsonl, so it takes part in no paired difference" in shown
+    assert "established" not in shown
 
 
 def test_csv_and_markdown(write):

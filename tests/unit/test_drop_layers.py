@@ -139,6 +139,7 @@ def cut(folder):
         (other_config(num_hidden_layers=None), [1], "has no num_hidden_layers"),
         (other_config(num_hidden_layers=7), [1], "weights of 6 layers, but .* is 7"),
         (other_config(num_hidden_layers=5), [1], "weights of 6 layers, but .* is 5"),
+        (other_config(layer_types=["full_attention"] * 4), [0], "has 4 layers in layer_types and"),
         (in_bin, [1], "no weights in .safetensors files"),
         (in_bin_with_an_adapter, [1], "in pytorch_model.bin: only .safetensors files do"),
         (cut, [1], "cannot be read as safetensors"),

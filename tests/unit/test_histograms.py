@@ -68,3 +68,22 @@ def test_the_worst_of_several_batches():
     few.update(tokens, values)
     few.assemble(None)
     assert len(few.worst_tokens()) == min(20, int(scored.sum()))
+
+
+def test_of_tokens_with_equal_divergence_the_first_are_the_worst():
+    """Also where two ranks saw them in another order."""
+
+    def worst(*batches):
+        fidelity = Fidelity()
+        for documents in batches:
+            scored = torch.ones(len(documents), 8, dtype=torch.bool)
+            tokens = tokens_of(torch.zeros(len(documents), 8).long(), scored)
+            position_N = tokens.index_N % 8
+            document_N = torch.tensor(documents).repeat_interleave(8)
+            tokens = replace(tokens, document_N=document_N, position_N=position_N)
+            zeros = torch.zeros(len(tokens), dtype=torch.float64)
+            fidelity.update(tokens, dict.fromkeys(COLUMNS, zeros))
+        return [(row["document"], row["position"]) for row in fidelity.worst_tokens()]
+
+    expected = [(0, n) for n in range(8)] + [(1, n) for n in range(8)] + [(2, n) for n in range(4)]
+    assert worst([0, 1], [2, 3], [4]) == worst([4, 1], [3], [2, 0]) == expected

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ppl_eval.hints import did_you_mean
 from ppl_eval.metrics.definitions import FEWEST_DOCUMENTS, FIDELITY, METRICS
 from ppl_eval.plural import counted
 from ppl_eval.report.layout import align, kept, markdown, number, wrapped
-from ppl_eval.report.output import RESULTS
+from ppl_eval.report.output import DOCUMENTS, RESULTS
 from ppl_eval.report.tables import columns_of, result_rows, teacher_rows
 
 FORMATS = ("table", "markdown", "csv", "json")
@@ -56,9 +57,9 @@ def compare(
         hint = did_you_mean(sort, _SORT_KEYS) or f": it is one of {', '.join(_SORT_KEYS)}"
         raise UserError(f"--sort is {sort!r}, which is no metric{hint}")
     runs, notes = read_runs([*paths, *([] if baseline is None else [baseline])])
-    wanted = folder_of(paths[0] if baseline is None else baseline)
-    base = next((run for run in runs if run.folder == wanted), runs[0])
-    if baseline is not None and base.folder != wanted:
+    wanted = folder_of(paths[0] if baseline is None else baseline).resolve()
+    base = next((run for run in runs if run.folder.resolve() == wanted), runs[0])
+    if baseline is not None and base.folder.resolve() != wanted:
         raise UserError(f"--baseline is {baseline}, which has no {RESULTS}: has the run ended?")
     runs = [marked(run, base, force) for run in runs]
     by_bytes = not force and len({run.content["fingerprints"]["tokenizer"] for run in runs}) > 1
@@ -75,6 +76,11 @@ def compare(
     if format == "csv":
         return _csv([_flat(_record(run, base, differences)) for run in runs])
     notes += [f"* {run.name}: {mark}" for run in runs for mark in run.marks]
+    notes += [
+        f"{run.name} has no {DOCUMENTS}, so it takes part in no paired difference"
+        for run in runs
+        if not (run.folder / DOCUMENTS).is_file() and len(runs) > 1
+    ]
     notes += _teacher_notes(runs)
     table = align if format == "table" else markdown
     blocks = [table(_rows(runs, with_domains, by_bytes))]
@@ -158,13 +164,17 @@ def _record(run: Run, base: Run, differences: Mapping[str, Sequence[Difference]]
         "against_baseline": [
             {
                 "metric": each.metric,
-                "ratio" if each.neutral == 1 else "difference_nats": each.value,
-                "interval_95": None if each.low is None else [each.low, each.high],
+                "ratio" if each.neutral == 1 else "difference_nats": _finite(each.value),
+                "interval_95": None if each.low is None else [*map(_finite, (each.low, each.high))],
                 "established": each.is_established,
             }
             for each in differences.get(run.name, ())
         ],
     }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:

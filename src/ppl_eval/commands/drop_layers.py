@@ -45,6 +45,12 @@ def drop_layers(teacher: Path, student: Path, dropped: Collection[int]) -> list[
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         raise UserError(f"{path} has no num_hidden_layers: only decoders of text can lose layers")
+    types = config.get("layer_types") or ()
+    if types and len(types) != num_layers:
+        raise UserError(
+            f"{path} has {counted(len(types), 'layer')} in layer_types and num_hidden_layers"
+            f" {num_layers}: make them the same"
+        )
     files = _weight_files(teacher)
     absent = sorted(set(dropped) - set(range(num_layers)))
     if absent:
@@ -63,8 +69,8 @@ def drop_layers(teacher: Path, student: Path, dropped: Collection[int]) -> list[
         if path.is_file() and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, student / path.name)
     config["num_hidden_layers"] = len(kept)
-    if config.get("layer_types"):
-        config["layer_types"] = [config["layer_types"][number] for number in kept]
+    if types:
+        config["layer_types"] = [types[number] for number in kept]
     _write_json(student / "config.json", config)
     _write_weights(names, student)
     return kept

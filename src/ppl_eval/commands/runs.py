@@ -1,7 +1,6 @@
 """Finished runs, what makes two of them comparable, and how they differ."""
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from ppl_eval.errors import UserError
 from ppl_eval.files import read_json
-from ppl_eval.metrics.definitions import FIDELITY
+from ppl_eval.metrics.definitions import FIDELITY, exp_or_inf
 from ppl_eval.metrics.intervals import paired_log_ratio
 from ppl_eval.plural import some
 from ppl_eval.report.output import DOCUMENTS, RESULTS
@@ -79,7 +78,10 @@ class Difference:
 def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """The runs, each once, and a note on folders without results."""
     contents, missing = {}, []
-    for folder in dict.fromkeys(map(folder_of, paths)):
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        folders.setdefault(folder_of(path).resolve(), folder_of(path))
+    for folder in folders.values():
         if (folder / RESULTS).is_file():
             contents[folder] = _read_results(folder / RESULTS)
         else:
@@ -150,7 +152,7 @@ def differences_of(base: Run, run: Run) -> Iterator[Difference]:
     if not weight.any():
         return
     name = "perplexity" if same_tokenizer else "byte perplexity"
-    yield _paired(name, nll, other_nll, weight, math.exp, neutral=1.0)
+    yield _paired(name, nll, other_nll, weight, exp_or_inf, neutral=1.0)
     teachers = [each.get("teacher") for each in prints]
     tokens, other_tokens = columns("scored_tokens")
     if teachers[0] is None or teachers[0] != teachers[1] or (tokens != other_tokens).any():

@@ -1,1 +1,1 @@
-"""The perplexity metric and the ledger of results by window. Imports torch only."""
+"""The perplexity metric and the ledger of results by window."""

@@ -135,7 +135,10 @@ class Fidelity:
         kl, *others = (values[name] for name in _WORST)
         where = (tokens.document_N.double(), tokens.position_N.double())
         rows = torch.cat([self._worst, torch.stack([kl, *where, *others], dim=1)])
-        self._worst = rows.index_select(0, rows.select(1, 0).topk(WORST_TOKENS).indices)
+        for column in (2, 1):  # of equal KL the first tokens of the corpus, on any number of ranks
+            rows = rows.index_select(0, rows.select(1, column).argsort(stable=True))
+        order = rows.select(1, 0).argsort(descending=True, stable=True)
+        self._worst = rows.index_select(0, order[:WORST_TOKENS])
 
     def update_noise(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> None:
         """Add a batch with a differently rounded copy of the teacher as the student."""

@@ -19,7 +19,7 @@ RECORDED = {
 class TokenRecords:
     """(document, position, values) of every token that this rank scored, in CPU memory.
 
-    12 bytes a token, and 16 more with a teacher. Tensor-parallel ranks score the same tokens, so
+    12 bytes a token, and 32 with a teacher. Tensor-parallel ranks score the same tokens, so
     only one of them should hold records.
     """
 

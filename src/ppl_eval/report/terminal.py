@@ -189,7 +189,7 @@ def fidelity_text(found: Mapping[str, Any]) -> str:
 def _exceptions(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The worst token, the noise floor, and ids that only one of the two models has."""
     worst = next(iter(found["worst_tokens"]), {})
-    if "token" in worst:
+    if "token" in worst and worst["kl_teacher_student_nats"] > 0:
         about = f"document {worst['document']}"
         about += "" if worst["id"] is None else f" ({worst['id']})"
         yield (

@@ -14,14 +14,14 @@ def write_tokens(path: Path, workload: Workload, records: Mapping[str, np.ndarra
     """Write ``tokens.parquet`` to ``path``.
 
     A row for each token of each document, what the protocol adds to be scored included: document
-    (int64), position among the document's tokens (int64), token_id (int32), scored (bool), and what
-    was recorded (float32 or float64, as computed; null where not scored): nll_nats, and with a
-    teacher teacher_nll_nats and kl_teacher_student_nats.
+    (int64), position among the document's tokens (int64), token_id (int32), what was recorded
+    (float32 or float64, as computed; null where not scored: nll_nats, and with a teacher
+    teacher_nll_nats and kl_teacher_student_nats), and scored (bool).
 
     Args:
         path: where the file goes.
         workload: what was scored.
-        records: ``document`` and ``position`` of each scored token (int64 [scored]), in order, and
+        records: ``document`` and ``position`` of each scored token (int32 [scored]), in order, and
             what is known of it, by name.
     """
     import pyarrow as pa
