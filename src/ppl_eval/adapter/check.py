@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from ppl_eval.adapter.files import Contents, read_contents
+from ppl_eval.adapter.files import read_contents
 from ppl_eval.adapter.merge import Adapter, LowRank
 from ppl_eval.adapter.settings import is_by_torchtune, rank_and_alpha, read_settings, targeted
 from ppl_eval.checkpoint.checkpoint import Checkpoint
@@ -81,10 +81,11 @@ def read_adapter(
             or the lora_* builder, or is of a kind that is not evaluated.
     """
     path = _weight_file(Path(folder))
-    files, settings, exported = (path,), {}, None
+    files, settings, exported = [path], {}, None
     settings_file = Path(folder) / "adapter_config.json"
     if settings_file.is_file():
-        files, settings = (path, settings_file), read_settings(settings_file)
+        files.append(settings_file)
+        settings = read_settings(settings_file)
         exported = is_by_torchtune(settings)
     elif not slots:
         raise UserError(
@@ -105,10 +106,10 @@ def read_adapter(
             f"{path} has no DoRA magnitude for {len(plain)} of {len(updates)} matrices, and one for"
             f" the others: {some(plain)}"
         )
-    _check_copies(path, contents, model)
+    _check_copies(path, contents.copies, model)
     by_torchtune = exported or not contents.is_peft
     warnings = tuple(_warnings(updates, linears, folder, by_torchtune=by_torchtune))
-    return Adapter(Path(folder), files, updates, warnings, contents.copies)
+    return Adapter(tuple(files), updates, warnings, contents.copies)
 
 
 def install(model: nn.Module, adapter: Adapter) -> None:
@@ -166,23 +167,20 @@ def _check_modules(
             " output.weight"
         )
     unknown = [name for name in updates if name not in linears]
-    if unknown:
-        raise UserError(
-            f"{path} adapts {len(unknown)} modules that the model does not have: {some(unknown)}"
-        )
     unasked = [name for name in updates if slots and name not in slots]
-    if unasked:
-        raise UserError(
-            f"{path} adapts {len(unasked)} modules that the lora_* builder does not adapt (set"
-            " model.lora_attn_modules, apply_lora_to_mlp and apply_lora_to_output as in training):"
-            f" {some(unasked)}"
-        )
     missing = [name for name in slots or targeted(settings, linears) if name not in updates]
-    if missing:
-        source = "the lora_* builder" if slots else "target_modules in adapter_config.json"
-        raise UserError(
-            f"{path} lacks {len(missing)} of the matrices that {source} asks for: {some(missing)}"
-        )
+    source = "the lora_* builder" if slots else "target_modules in adapter_config.json"
+    for names, problem in (
+        (unknown, f"adapts {len(unknown)} modules that the model does not have"),
+        (
+            unasked,
+            f"adapts {len(unasked)} modules that the lora_* builder does not adapt (set"
+            " model.lora_attn_modules, apply_lora_to_mlp and apply_lora_to_output as in training)",
+        ),
+        (missing, f"lacks {len(missing)} of the matrices that {source} asks for"),
+    ):
+        if names:
+            raise UserError(f"{path} {problem}: {some(names)}")
     for name, update in updates.items():
         shape, expected = (len(update.b), update.a.shape[1]), tuple(linears[name].weight.shape)
         if shape != expected:
@@ -235,9 +233,9 @@ def _scaled(
     return replace(update, b=update.b * scale)
 
 
-def _check_copies(path: Path, contents: Contents, model: nn.Module) -> None:
+def _check_copies(path: Path, copies: Mapping[str, torch.Tensor], model: nn.Module) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, copy in contents.copies.items():
+    for name, copy in copies.items():
         if tuple(copy.shape) != shapes.get(name):
             raise UserError(
                 f"{path} holds a {name} of {tuple(copy.shape)}, but in the model it is"

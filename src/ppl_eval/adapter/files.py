@@ -1,7 +1,7 @@
 """The tensors of an adapter by torchtune or PEFT, in torchtune's names and order of rows."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from ppl_eval.adapter.merge import LowRank
 from ppl_eval.checkpoint.checkpoint import Checkpoint
-from ppl_eval.checkpoint.names import HUGGING_FACE, Names
+from ppl_eval.checkpoint.names import HUGGING_FACE, TORCHTUNE, Names
 from ppl_eval.checkpoint.tensor_files import FileSource
 from ppl_eval.errors import UserError
 from ppl_eval.plural import counted, some
@@ -76,31 +76,33 @@ def read_contents(
             others[name] = tensor
     for module, parts in modules.items():
         _check_parts(path, module, parts)
-    if not is_peft:
-        _refuse_unknown(path, list(others))
-        updates = {m: LowRank(p["a"], p["b"], p.get("magnitude")) for m, p in modules.items()}
-        return Contents(updates, {module: module for module in modules}, {}, False)
-    if exported is None:
-        raise UserError(
-            f"{path} has PEFT's layout and no adapter_config.json, which tells the order of the"
-            " rows too: add the one that was written with it"
-        )
-    names = _peft_names(checkpoint, model, exported=exported)
-    contents = Contents({}, {}, {}, True)
+    names = Names(TORCHTUNE, None, {})
+    if is_peft:
+        if exported is None:
+            raise UserError(
+                f"{path} has PEFT's layout and no adapter_config.json, which tells the order of the"
+                " rows too: add the one that was written with it"
+            )
+        names = _peft_names(checkpoint, model, exported=exported)
+    contents = Contents({}, {}, {}, is_peft)
     unknown = []
     for module, parts in modules.items():
-        updates = _from_peft(module, parts, names, magnitude_is_tune=exported)
+        updates = _converted(module, parts, names, magnitude_is_tune=bool(exported))
         if not updates:
             unknown += [name for name in tensors if f".{module}." in name]
         contents.updates.update(updates)
         contents.file_names.update(dict.fromkeys(updates, module))
     for name, tensor in others.items():
         copied = _COPIES.get(name.removesuffix(".weight").removesuffix(".base_layer"))
-        if copied is None:
+        if copied is None or not is_peft:
             unknown.append(name)
         else:
             contents.copies[copied] = tensor
-    _refuse_unknown(path, unknown)
+    if unknown:
+        raise UserError(
+            f"{path} holds {counted(len(unknown), 'tensor')} that are no LoRA or DoRA matrices of"
+            f" the model's modules: {some(unknown)}"
+        )
     return contents
 
 
@@ -163,36 +165,25 @@ def _check_parts(path: Path, module: str, parts: Mapping[str, torch.Tensor]) -> 
         )
 
 
-def _from_peft(
-    module: str,
-    parts: Mapping[str, torch.Tensor],
-    names: Names,
-    *,
-    magnitude_is_tune: bool,
+def _converted(
+    module: str, parts: Mapping[str, torch.Tensor], names: Names, *, magnitude_is_tune: bool
 ) -> dict[str, LowRank]:
-    """Updates of torchtune's modules by one of PEFT's: three by Phi 3's qkv_proj, with one A.
+    """Updates of torchtune's modules by one in the file: three by Phi 3's qkv_proj, with one A.
 
-    Empty if the module is unknown. ``magnitude_is_tune``: its rows have torchtune's order already.
+    Empty if the module is unknown. ``magnitude_is_tune``: the magnitude's rows have torchtune's
+    order already.
     """
     convert = partial(names.convert, f"{module}.weight", where="adapter")
     b_by_name = convert(parts["b"]) or {}
     magnitudes: Mapping[str, torch.Tensor] = {}
     if "magnitude" in parts:
         column = parts["magnitude"].unsqueeze(1)
-        magnitudes = dict.fromkeys(b_by_name, column)
-        if not magnitude_is_tune:
-            magnitudes = convert(column) or {}
+        magnitudes = (
+            dict.fromkeys(b_by_name, column) if magnitude_is_tune else convert(column) or {}
+        )
     return {
         name.removesuffix(".weight"): LowRank(
             parts["a"], b, magnitudes[name].squeeze(1) if magnitudes else None
         )
         for name, b in b_by_name.items()
     }
-
-
-def _refuse_unknown(path: Path, names: Sequence[str]) -> None:
-    if names:
-        raise UserError(
-            f"{path} holds {counted(len(names), 'tensor')} that are no LoRA or DoRA matrices of"
-            f" the model's modules: {some(names)}"
-        )

@@ -40,7 +40,6 @@ class Adapter:
         copies: base weights that the adapter's file holds too; they must equal the checkpoint's.
     """
 
-    folder: Path
     files: tuple[Path, ...]
     updates: dict[str, LowRank]
     warnings: tuple[str, ...]
@@ -78,9 +77,8 @@ class Adapter:
         module = name.removesuffix("weight")
         if module + _MATRICES[0] not in slots:
             return {name: merged_shard(full, update, slots[name], device)}
-        shards = {name: own_shard(full, slots[name], device)}
-        for key, matrix in zip(_MATRICES, (update.a, update.b), strict=True):
-            shards[module + key] = own_shard(matrix, slots[module + key], device)
+        whole = {name: full, module + _MATRICES[0]: update.a, module + _MATRICES[1]: update.b}
+        shards = {key: own_shard(tensor, slots[key], device) for key, tensor in whole.items()}
         if update.magnitude is not None:
             slot = slots[module + _DORA_SCALE]
             scale = _dora_scale(full, update, slot, device)

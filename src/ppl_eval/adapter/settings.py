@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ppl_eval.errors import UserError
 from ppl_eval.files import read_json
@@ -17,6 +17,8 @@ _CHANGES_MORE = (
 
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Values of init_lora_weights for which PEFT subtracts the initial B A from the base weights."""
+
+_MERGE_FIRST = "merge the adapter with PEFT's merge_and_unload() first"
 
 _NAMES = {
     "attn.q_proj": ("self_attn.q_proj", "self_attn.qkv_proj"),
@@ -38,31 +40,24 @@ def read_settings(path: Path) -> dict[str, Any]:
         UserError: it is not readable, lacks r or lora_alpha, or is not for LoRA, rsLoRA or DoRA.
     """
     settings = read_json(path)
-    kind = settings.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise UserError(f"{path} has peft_type {kind}, but only LORA (with DoRA) is evaluated")
+
+    def refuse(key: str, rule: str) -> NoReturn:
+        raise UserError(f"{path} has {key} {settings.get(key)!r}, but {rule}")
+
+    if settings.get("peft_type", "LORA") != "LORA":
+        refuse("peft_type", "only LORA (with DoRA) is evaluated")
     for key, least in (("r", 1), ("lora_alpha", 0)):
-        value = settings.get(key)
-        if not _is_number(value, least):
-            raise UserError(f"{path} has {key} {value!r}, but it is a number of at least {least}")
+        if not _is_number(settings.get(key), least):
+            refuse(key, f"it is a number of at least {least}")
     if settings.get("bias", "none") != "none":
-        raise UserError(
-            f"{path} has bias {settings['bias']!r}, but trained biases are not evaluated: merge the"
-            " adapter with PEFT's merge_and_unload() first"
-        )
-    start = settings.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        raise UserError(
-            f"{path} has init_lora_weights {start!r}, which changed the base weights too: save the"
-            " adapter with path_initial_model_for_weight_conversion, or merge it with PEFT's"
-            " merge_and_unload() first"
-        )
+        refuse("bias", f"trained biases are not evaluated: {_MERGE_FIRST}")
+    if str(settings.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
+        saving = "save the adapter with path_initial_model_for_weight_conversion"
+        refuse("init_lora_weights", f"it changed the base weights too: {saving}, or {_MERGE_FIRST}")
     for key in ("rank_pattern", "alpha_pattern"):
-        pattern = settings.get(key) or {}
+        pattern = {} if settings.get(key) is None else settings[key]
         if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
-            raise UserError(
-                f"{path} has {key} {pattern!r}, but it maps names of modules to numbers"
-            )
+            refuse(key, "it maps names of modules to numbers")
         try:
             for name in pattern:
                 re.compile(name)
@@ -72,7 +67,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if more:
         raise UserError(
             f"{path} sets {', '.join(more)}, but only plain LoRA, rsLoRA and DoRA matrices are"
-            " evaluated: merge the adapter with PEFT's merge_and_unload() first"
+            f" evaluated: {_MERGE_FIRST}"
         )
     return settings
 

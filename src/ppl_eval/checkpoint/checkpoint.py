@@ -43,11 +43,13 @@ class Checkpoint:
         section: the ``checkpointer`` section.
         config: what config.json in the folder says.
         files: the weight files; empty for a user's component that names none.
+        kind: the name of torchtune's checkpointer; None for a user's component.
     """
 
     section: Mapping[str, Any]
     config: ModelConfig
     files: tuple[Path, ...] = ()
+    kind: str | None = None
 
     @classmethod
     def open(cls, section: Mapping[str, Any]) -> "Checkpoint":
@@ -57,8 +59,9 @@ class Checkpoint:
             UserError: folder or files are missing, config.json cannot be read, torchtune does not
                 know the model type, or an argument is for training only.
         """
-        _check_arguments(section)
-        checkpoint = cls(section, config_of(section), _files(section))
+        kind = _kind(section)
+        _check_arguments(section, kind)
+        checkpoint = cls(section, config_of(section), _files(section, kind), kind)
         if checkpoint._layout == HUGGING_FACE and _config_file(section) is None:
             raise UserError(
                 f"there is no {checkpoint.folder}/config.json, which a Hugging Face checkpoint"
@@ -78,7 +81,7 @@ class Checkpoint:
 
     @property
     def _layout(self) -> str | None:
-        return LAYOUTS.get(_kind(self.section) or "")
+        return LAYOUTS.get(self.kind or "")
 
     @cached_property
     def names(self) -> Names:
@@ -96,7 +99,7 @@ class Checkpoint:
         Raises:
             UserError: a file cannot be read, or a user's component gives no state dict.
         """
-        if _kind(self.section) == "DistributedCheckpointer":
+        if self.kind == "DistributedCheckpointer":
             return DistributedSource(self.files[0].parent)
         if self._layout is not None:
             return FileSource(self.files)
@@ -127,8 +130,7 @@ class Checkpoint:
         Args:
             model_section: the ``model`` section. The folder's path does not count.
         """
-        config_file = _config_file(self.section)
-        paths = [*self.files, config_file] if config_file is not None else list(self.files)
+        paths = [path for path in (*self.files, _config_file(self.section)) if path is not None]
         left_out = ("checkpoint_dir", "checkpoint_files", "output_dir") if paths else ()
         reading = {key: value for key, value in self.section.items() if key not in left_out}
         return fingerprints.of(model_section, reading, fingerprints.of_files(paths))
@@ -151,14 +153,14 @@ def _kind(section: Mapping[str, Any]) -> str | None:
     return name if package.split(".")[0] == "torchtune" and name in LAYOUTS else None
 
 
-def _check_arguments(section: Mapping[str, Any]) -> None:
+def _check_arguments(section: Mapping[str, Any], kind: str | None) -> None:
     for name in _TRAINING_ARGUMENTS:
         if section.get(name):
             raise UserError(
                 f"checkpointer.{name} is {section[name]!r}, but a checkpointer reads full weights"
                 " here: remove it, point checkpoint_dir at them, and adapter.dir at an adapter"
             )
-    has_folder = "checkpoint_dir" in section or _kind(section) is not None
+    has_folder = "checkpoint_dir" in section or kind is not None
     if has_folder and not isinstance(section.get("checkpoint_dir"), str):
         raise UserError(
             f"checkpointer.checkpoint_dir is {section.get('checkpoint_dir')!r}, but it is the"
@@ -174,9 +176,8 @@ def _check_arguments(section: Mapping[str, Any]) -> None:
         raise UserError(f"checkpointer.output_dir is {section['output_dir']!r}, but it is a folder")
 
 
-def _files(section: Mapping[str, Any]) -> tuple[Path, ...]:
+def _files(section: Mapping[str, Any], kind: str | None) -> tuple[Path, ...]:
     """The weight files; each is known to exist."""
-    kind = _kind(section)
     if kind == "DistributedCheckpointer":
         return tuple(sorted(_newest_epoch(Path(section["checkpoint_dir"])).iterdir()))
     if kind is None and not {"checkpoint_dir", "checkpoint_files"} <= set(section):

@@ -1,7 +1,7 @@
 """What a checkpoint's config.json says about the forward pass, read as transformers reads it."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,13 +71,11 @@ def interpret(content: Mapping[str, Any], path: Path) -> ModelConfig:
             reader.refuse(key, "only causal models whose layers are alike have a perplexity here")
     rope = reader.rope(family, values["max_position_embeddings"])
     windows = reader.windows(family, values)
-    notes = [
-        *reader.notes,
-        *_unread(content, family, windows),
-        *_defaults_taken(content, family, windows),
-    ]
+    reader.note_unread(family, windows)
+    reader.note_defaults(family, windows)
     values.pop("layer_types", None)  # in windows
-    return ModelConfig(family, values, rope, windows, tuple(f"{path}: {note}" for note in notes))
+    notes = tuple(f"{path}: {note}" for note in reader.notes)
+    return ModelConfig(family, values, rope, windows, notes)
 
 
 def _refuse_quantised(content: Mapping[str, Any], path: Path) -> None:
@@ -264,28 +262,25 @@ class _Reader:
         if not is_number or not 0 < value < math.inf:
             self.refuse(key, rule, value)
 
+    def note_unread(self, family: str, windows: tuple[int | None, ...]) -> None:
+        """Note the keys of other families, which this one does not read."""
+        read = {*FAMILIES[family].defaults, "original_max_position_embeddings"}  # see rope
+        same = {"hidden_act": "hidden_activation", "hidden_activation": "hidden_act"}
+        for key in dict.fromkeys(key for other in FAMILIES.values() for key in other.defaults):
+            value = self.content.get(key)
+            switched_off = key == "use_sliding_window" and value is False and any(windows)
+            is_same = value == self.content.get(same.get(key, ""))
+            if key not in read and (value or switched_off) and not is_same:
+                self.notes.append(
+                    f"{key} {value!r} has no effect, since transformers' {family} does not read it"
+                )
 
-def _unread(
-    content: Mapping[str, Any], family: str, windows: tuple[int | None, ...]
-) -> Iterator[str]:
-    """Keys of other families, which this one does not read."""
-    read = {*FAMILIES[family].defaults, "original_max_position_embeddings"}  # see rope
-    same = {"hidden_act": "hidden_activation", "hidden_activation": "hidden_act"}
-    for key in dict.fromkeys(key for other in FAMILIES.values() for key in other.defaults):
-        value = content.get(key)
-        switched_off = key == "use_sliding_window" and value is False and any(windows)
-        if key in read or not (value or switched_off) or value == content.get(same.get(key, "")):
-            continue
-        yield f"{key} {value!r} has no effect, since transformers' {family} does not read it"
-
-
-def _defaults_taken(
-    content: Mapping[str, Any], family: str, windows: tuple[int | None, ...]
-) -> Iterator[str]:
-    defaults = FAMILIES[family].defaults
-    taken = [key for key in INVISIBLE if key not in content and defaults.get(key) is not None]
-    if not any(windows):
-        taken = [key for key in taken if key != "sliding_window"]
-    if taken:
-        values = ", ".join(f"{key} ({defaults[key]})" for key in taken)
-        yield f"it has no {values}: transformers' default is taken"
+    def note_defaults(self, family: str, windows: tuple[int | None, ...]) -> None:
+        """Note the defaults that no tensor's shape shows."""
+        defaults = FAMILIES[family].defaults
+        taken = [k for k in INVISIBLE if k not in self.content and defaults.get(k) is not None]
+        if not any(windows):
+            taken = [key for key in taken if key != "sliding_window"]
+        if taken:
+            values = ", ".join(f"{key} ({defaults[key]})" for key in taken)
+            self.notes.append(f"it has no {values}: transformers' default is taken")

@@ -17,12 +17,7 @@ import torch
 
 from ppl_eval.errors import UserError, one_line
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' name of a dtype -> the dtype, for those that weights can have."""
 
 _UNREADABLE = (

@@ -60,7 +60,7 @@ def _weights(prepared: PreparedModel) -> str:
     return (
         f"{checkpoint.folder or ''}: {counted(len(stored), 'tensor')},"
         f" {_size(sum(s.num_bytes for s in stored))} in {prepared.checkpoint_dtype}; names and"
-        f" shapes match{'' if adapter is None else f', adapter {adapter.folder}'}"
+        f" shapes match{'' if adapter is None else f', adapter {adapter.files[0].parent}'}"
     )
 
 
