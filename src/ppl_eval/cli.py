@@ -148,8 +148,8 @@ def _verify(args: argparse.Namespace) -> None:
     from ppl_eval.report.layout import wrapped
     from ppl_eval.verify.verify import verify_folder
 
-    said = verify_folder(args.results, args.windows, args.tolerance)
-    print(*wrapped(said, indent="  "), sep="\n")
+    verdict = verify_folder(args.results, args.windows, args.tolerance)
+    print(*wrapped(verdict, indent="  "), sep="\n")
 
 
 def _drop_layers(args: argparse.Namespace) -> None:
@@ -189,7 +189,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]]
     _check: {"--num-processes": {"type": int, "default": 1, "help": "1 if left out"}} | _CONFIG,
     _plan: {
         "--num-processes": {"type": int, "required": True, "help": "number of devices in all"},
-        "--device-memory-gib": {"type": float, "metavar": "G", "help": "of each device"},
+        "--device-memory-gib": {"type": float, "metavar": "G", "help": "GiB of each device"},
         "--device-memory-mib": {"type": float, "metavar": "M", "help": "the same in MiB"},
         **_CONFIG,
     },
@@ -209,7 +209,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], dict[str, dict[str, Any]]]
     _verify: {
         "results": {"type": _path, "help": "output folder of the run"},
         "--windows": {"metavar": "K", "type": _windows, "help": "number of windows, or all"},
-        "--tolerance": {"type": float, "metavar": "X", "help": "of the NLL, relative"},
+        "--tolerance": {"type": float, "metavar": "X", "help": "largest relative error of the NLL"},
     },
     _drop_layers: {
         "teacher": {"type": _path, "help": "Hugging Face folder"},

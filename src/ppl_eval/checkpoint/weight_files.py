@@ -38,14 +38,7 @@ def need_folder(folder: str | Path, key: str) -> None:
 
 
 def check_shards(names: Sequence[str]) -> None:
-    """Refuse a part of a model that is stored in several files.
-
-    Args:
-        names: the files to read, such as ``model-00001-of-00002.safetensors``.
-
-    Raises:
-        UserError: files of the same model are missing.
-    """
+    """Refuse file names such as ``model-00001-of-00002.safetensors`` if other parts are missing."""
     for name in names:
         shard = _SHARD.search(name)
         if shard is None:
@@ -113,11 +106,7 @@ def find_weight_files(folder: str | Path) -> list[str]:
 
 
 def refuse_adapter_only(folder: Path) -> None:
-    """Refuse a folder without model weights if it has an adapter.
-
-    Raises:
-        UserError: it has one, which needs its base model.
-    """
+    """Refuse a folder without model weights if it has an adapter, which needs its base model."""
     if find_adapter(folder) is not None:
         raise UserError(
             f"{folder} holds an adapter and no model weights: set adapter.dir={folder}, and"

@@ -145,8 +145,9 @@ class EvalConfig:
     teacher_dtype: str | None = None
     """dtype of the teacher. null: as dtype."""
     noise_floor: bool = True
-    """With a teacher: whether the divergence that rounding alone causes is also measured, on every
-    16th batch."""
+    """With a teacher: whether the run measures how large a divergence rounding alone causes. On
+    every 16th batch the teacher is compared with itself after one more rounding of each layer's
+    output. If the student's divergence is no larger, the models do not differ measurably."""
     dataset: dict[str, Any] = field(default_factory=dict)
     """Component that reads the texts, or a list of data sets, each with a name
     (docs/protocols.md). The component ppl_eval.data.text_corpus takes source, data_files, split,
