@@ -120,8 +120,8 @@ def read_windows(folder: Path) -> dict[str, np.ndarray]:
 
 def read_documents(folder: Path) -> list[dict[str, Any]]:
     try:
-        lines = (folder / DOCUMENTS).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        with (folder / DOCUMENTS).open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder / DOCUMENTS} cannot be read: it is missing or was cut short; run the"
