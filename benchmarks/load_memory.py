@@ -94,7 +94,7 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     from ppl_eval.config.command_line import load as load_config
     from ppl_eval.model.build import build_on_meta
     from ppl_eval.model.check_names import check_names
-    from ppl_eval.model.load import load
+    from ppl_eval.model.load import Target, load
     from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
     from ppl_eval.parallel.dims import ParallelDims
     from ppl_eval.parallel.shard import shard_decoder
@@ -118,7 +118,7 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     with Peak() as peak:
         if loader == "ppl_eval":
             check_names(TorchtuneDecoder(model), checkpoint)
-            load(TorchtuneDecoder(model), checkpoint, torch.device("cpu"))
+            load(checkpoint, [Target(TorchtuneDecoder(model))], torch.device("cpu"))
         else:
             load_with_torchtune(model, checkpoint, sharded=world_size > 1)
     largest = max(p.numel() * p.element_size() for p in model.parameters())

@@ -13,7 +13,7 @@ from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_names import check_names
-from ppl_eval.model.load import load
+from ppl_eval.model.load import Target, load
 from ppl_eval.model.torchtune_decoder import decoder_of
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
@@ -91,7 +91,7 @@ def prepared(node, checkpointer, folder=None, *, merge=True, dtype=torch.float32
 def loaded(*args, **options):
     """The model with its weights, and the adapter."""
     model, checkpoint, adapter = prepared(*args, **options)
-    load(decoder_of(model), checkpoint, torch.device("cpu"), adapter=adapter)
+    load(checkpoint, [Target(decoder_of(model), adapter)], torch.device("cpu"))
     return model.eval(), adapter
 
 

@@ -17,12 +17,11 @@ FLOORS = (
         "evaluation",
         "config",
         "model",
-        "quantize",
         "adapter",
         "metrics",
         "data",
     ),
-    *("checkpoint", "score", "parallel"),
+    *("checkpoint", "score", "quantize", "parallel"),
 )
 """Rooms from the top. A file imports from its own room and from rooms below it, and any file may
 import those of the package's own folder that are no programs."""

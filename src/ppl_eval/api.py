@@ -28,7 +28,7 @@ from ppl_eval.evaluation.workload import Workload, prepare_workload
 from ppl_eval.model.prepare import prepare_model
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import Groups, Meshes
-from ppl_eval.parallel.process_group import DTYPES, pick_device
+from ppl_eval.parallel.process_group import DTYPES, device_type, pick_device
 from ppl_eval.ranks import Ranks
 from ppl_eval.report import environment
 from ppl_eval.report.evaluation import Evaluation
@@ -260,11 +260,12 @@ def load(
         tp=1 if meshes is None else meshes.tp.size(),
         cp=1 if meshes is None else meshes.cp.size(),
         adapter_dir=None if adapter is None else str(adapter),
+        device_type=device_type(None if device is None else str(device)),
     )
     tokenizer = components.build(cfg.tokenizer, "tokenizer")
-    place = None if device is None else str(device)
-    local_rank = Ranks.from_env().local_rank
-    prepared.load(meshes, pick_device(place, local_rank))
+    place = pick_device(None if device is None else str(device), Ranks.from_env().local_rank)
+    prepared.shard(meshes)
+    prepared.load(place)
     return prepared.decoder.model, tokenizer
 
 

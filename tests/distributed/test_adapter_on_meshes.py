@@ -9,7 +9,7 @@ from helpers import sharp_llama
 from ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
-from ppl_eval.model.load import load
+from ppl_eval.model.load import Target, load
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.cut import local_part
 from ppl_eval.parallel.dims import ParallelDims
@@ -60,7 +60,7 @@ def on_mesh(dims, section, node, folder, merge, dtype):
     model, checkpoint, adapter = prepared(node, section, folder, merge=merge, dtype=dtype)
     split_decoder(decoder_of(model), meshes.tp)
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(decoder_of(model), checkpoint, CPU, adapter=adapter)
+    load(checkpoint, [Target(decoder_of(model), adapter)], CPU)
     return model
 
 

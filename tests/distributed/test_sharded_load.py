@@ -16,7 +16,7 @@ from ppl_eval.checkpoint.checkpoint import Checkpoint
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_names import check_names
-from ppl_eval.model.load import load
+from ppl_eval.model.load import Target, load
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.parallel.dims import ParallelDims
 from ppl_eval.parallel.shard import shard_decoder
@@ -44,7 +44,7 @@ def load_sharded(rank, name, dp_replicate):
     dims = ParallelDims(dp_replicate=dp_replicate, world_size=dist.get_world_size())
     meshes = dims.build_mesh(rank_device().type)
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(decoder_of(model), checkpoint, rank_device())
+    load(checkpoint, [Target(decoder_of(model))], rank_device())
     local = sum(
         (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes()
         for p in model.parameters()
@@ -98,7 +98,7 @@ def load_on_two_axes(rank):
         },
     )
     fully_shard(model, mesh=mesh["fsdp"])
-    load(decoder_of(model), checkpoint, torch.device("cpu"))
+    load(checkpoint, [Target(decoder_of(model))], torch.device("cpu"))
     truth = expected("tiny_teacher")
     kinds = {tuple(type(p).__name__ for p in t.placements) for t in model.parameters()}
     assert ("_StridedShard", "Shard") in kinds
@@ -117,7 +117,7 @@ def load_distributed_checkpoint(rank, folder):
 
     model, checkpoint = prepared("tiny_teacher")
     shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
-    load(decoder_of(model), checkpoint, torch.device("cpu"))
+    load(checkpoint, [Target(decoder_of(model))], torch.device("cpu"))
     state = {"model": model.state_dict(), "epochs_run": 1}
     save(state, storage_writer=FileSystemWriter(f"{folder}/dist_epoch_0"))
 
@@ -134,7 +134,7 @@ def read_distributed_checkpoint(rank, folder):
     check_names(decoder_of(model), checkpoint)
     meshes = ParallelDims(world_size=dist.get_world_size()).build_mesh("cpu")
     shard_decoder(decoder_of(model), meshes.fsdp)
-    load(decoder_of(model), checkpoint, torch.device("cpu"))
+    load(checkpoint, [Target(decoder_of(model))], torch.device("cpu"))
     truth = expected("tiny_teacher")
     return [k for k, p in model.named_parameters() if not torch.equal(p.full_tensor(), truth[k])]
 
@@ -148,7 +148,7 @@ def load_damaged(rank, folder):
     model, checkpoint = prepared("tiny_student", folder)
     shard_decoder(decoder_of(model), ParallelDims(world_size=2).build_mesh("cpu").fsdp)
     try:
-        load(decoder_of(model), checkpoint, torch.device("cpu"))
+        load(checkpoint, [Target(decoder_of(model))], torch.device("cpu"))
     except UserError as error:
         return str(error)
     return None
@@ -180,7 +180,7 @@ def collectives_of_loading(rank):
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        load(decoder_of(model), checkpoint, torch.device("cpu"))
+        load(checkpoint, [Target(decoder_of(model))], torch.device("cpu"))
     return seen
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ppl_eval.model.load import load
+from ppl_eval.model.load import Target, load
 from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.parallel.tensor import split_axes
 
@@ -92,7 +92,7 @@ def test_whole_tensors_are_not_uploaded(written, kind, folder, merge):
         with one_of(FSDP * TP, rank):
             shard(model, DeviceMesh("cuda", torch.arange(FSDP * TP).view(FSDP, TP)))
             with FakeCuda() as cuda:
-                load(TorchtuneDecoder(model), checkpoint, CUDA, adapter=adapter)
+                load(checkpoint, [Target(TorchtuneDecoder(model), adapter)], CUDA)
             shards = [parameter.to_local() for parameter in model.parameters()]
             assert {(shard.device, shard.dtype) for shard in shards} >= {(CUDA, torch.bfloat16)}
             assert sum(shard.numel() for shard in shards) < 0.35 * whole(model)

@@ -144,7 +144,7 @@ def ours_says(folder):
     ready = prepare_model(
         found["model"], {**found["checkpointer"], "checkpoint_files": None}, torch.float32
     )
-    ready.load(None, torch.device("cpu"))
+    ready.load(torch.device("cpu"))
     targets = CAUSAL[:, 1:]
     with torch.no_grad():
         return nll_of(
@@ -400,7 +400,7 @@ def test_trained_weights(kind, changes, tmp_path):
     found = auto.sections(str(tmp_path))
     checkpointer = {**found["checkpointer"], "checkpoint_files": None}
     ready = prepare_model(found["model"], checkpointer, torch.float32)
-    ready.load(None, torch.device("cpu"))
+    ready.load(torch.device("cpu"))
     tokenizer = hf_tokenizer(str(tmp_path))
     result = evaluate(ready.decoder.model, tokenizer, texts, max_seq_len=200)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

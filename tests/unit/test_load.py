@@ -16,7 +16,7 @@ from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource
 from ppl_eval.config.command_line import load as load_config
 from ppl_eval.model.build import build_on_meta
 from ppl_eval.model.check_names import check_names
-from ppl_eval.model.load import load
+from ppl_eval.model.load import Target, load
 from ppl_eval.model.torchtune_decoder import decoder_of
 
 STUDENT = shipped.embedded_path("tiny_student")
@@ -43,7 +43,7 @@ def loaded(node, model=None):
     model = meta_model() if model is None else model
     checkpoint = Checkpoint.open(node)
     check_names(decoder_of(model), checkpoint)
-    load(decoder_of(model), checkpoint, torch.device("cpu"))
+    load(checkpoint, [Target(decoder_of(model))], torch.device("cpu"))
     return dict(model.named_parameters())
 
 
@@ -270,7 +270,7 @@ def never_read(*args):
         (
             lambda w: w.update({UP: torch.ones(160, 64, dtype=torch.int8)}),
             {},
-            f"{UP} is I8 in the checkpoint: weights that are quantised are not",
+            f"{UP} is int8 in the checkpoint: weights that are quantised are not",
         ),
         (
             lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(30, 64)}),

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ppl_eval import compat, components
 from ppl_eval import fingerprint as fingerprints
 from ppl_eval.checkpoint.config_json import NOTHING, ModelConfig, read_model_config
@@ -104,6 +106,24 @@ class Checkpoint:
         if self._layout is not None:
             return FileSource(self.files)
         return StateSource(self._loaded_state())
+
+    def quantized(self) -> dict[str, torch.Tensor]:
+        """torchtune's name of each weight that torchao has quantised -> the tensor on the meta
+        device.
+
+        Raises:
+            UserError: config.json says that there are some, and there are none.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, stored in self.source.stored.items():
+            if stored.quantized is not None:
+                found |= self.names.convert(name, stored.quantized) or {}
+        if self.config.is_quantized and not found:
+            raise UserError(
+                f"{self.folder}/config.json has quantization_config of torchao, but no weight is"
+                " quantised: remove it from config.json if the weights have been dequantised"
+            )
+        return found
 
     def _loaded_state(self) -> dict[str, Any]:
         """The state dict of a user's checkpointer. What that raises is shown with its traceback."""

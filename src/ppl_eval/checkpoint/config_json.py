@@ -27,6 +27,7 @@ class ModelConfig:
         windows: how many keys a query of each layer sees at most, None for all; empty if the
             family is unknown.
         notes: which of two values is used, and which keys have no effect, one sentence each.
+        is_quantized: whether the weights are quantised, by torchao.
     """
 
     family: str | None
@@ -34,6 +35,7 @@ class ModelConfig:
     rope: Mapping[str, Any]
     windows: tuple[int | None, ...] = ()
     notes: tuple[str, ...] = ()
+    is_quantized: bool = False
 
 
 NOTHING = ModelConfig(None, {}, {})
@@ -53,18 +55,18 @@ def read_model_config(path: Path) -> ModelConfig:
 
     Raises:
         UserError: it is not JSON, has a value that transformers refuses or gives no meaning, or
-            belongs to a quantised checkpoint.
+            belongs to a checkpoint that is quantised, and not by torchao.
     """
     return interpret(read_json(path), path)
 
 
 def interpret(content: Mapping[str, Any], path: Path) -> ModelConfig:
     """What the content of a config.json means; see :func:`read_model_config`."""
-    _refuse_quantised(content, path)
+    is_quantized = _is_quantized(content, path)
     reader = _Reader(content, path)
     family = reader.family()
     if family is None:
-        return ModelConfig(None, content, reader.rope())
+        return ModelConfig(None, content, reader.rope(), is_quantized=is_quantized)
     values = reader.values(family)
     for key, usual in (("is_causal", True), ("per_layer_config", None)):
         if content.get(key, usual) != usual:
@@ -75,21 +77,24 @@ def interpret(content: Mapping[str, Any], path: Path) -> ModelConfig:
     reader.note_defaults(family, windows)
     values.pop("layer_types", None)  # in windows
     notes = tuple(f"{path}: {note}" for note in reader.notes)
-    return ModelConfig(family, values, rope, windows, notes)
+    return ModelConfig(family, values, rope, windows, notes, is_quantized)
 
 
-def _refuse_quantised(content: Mapping[str, Any], path: Path) -> None:
+def _is_quantized(content: Mapping[str, Any], path: Path) -> bool:
+    """Whether the weights are quantised by torchao; any other method is refused."""
     section = content.get("quantization_config") or content.get("compression_config")
     if not section:
-        return
+        return False
     method = None
     if isinstance(section, Mapping):
         uses_bitsandbytes = any(key.startswith("load_in_") for key in section)
         method = section.get("quant_method") or ("bitsandbytes" if uses_bitsandbytes else None)
+    if method == "torchao":
+        return True
     raise UserError(
-        f"{path} is of a model that is quantised{f' by {method}' if method else ''}, but quantised"
-        " checkpoints are not read: give the full-precision one, or measure it with transformers or"
-        " lm-eval"
+        f"{path} is of a model that is quantised{f' by {method}' if method else ''}, but only"
+        " torchao's quantised checkpoints are read: give the full-precision one, or measure it with"
+        " transformers or lm-eval"
     )
 
 

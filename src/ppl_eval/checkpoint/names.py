@@ -12,6 +12,7 @@ from torchtune.models.phi3 import _convert_weights as phi3
 from torchtune.models.qwen2 import _convert_weights as qwen2
 
 from ppl_eval.errors import UserError, one_line
+from ppl_eval.quantize.tensors import by_rows, is_quantized, kernel, leaves, rebuilt
 
 HUGGING_FACE, META, TORCHTUNE = "Hugging Face", "Meta", "torchtune"
 
@@ -89,6 +90,8 @@ class Names:
         Raises:
             UserError: the tensor's rows are not those of the heads.
         """
+        if is_quantized(tensor) and self.layout != TORCHTUNE:
+            return self._convert_quantized(name, tensor, where)
         state = {name: tensor}
         if self.layout != TORCHTUNE:
             conversion = _META if self.layout == META else _HF_CONVERSIONS[str(self.model_type)]
@@ -107,6 +110,24 @@ class Names:
                     f" {one_line(error)}"
                 ) from error
         return {_corrected(new, self.model_type): value for new, value in state.items()}
+
+    def _convert_quantized(
+        self, name: str, tensor: torch.Tensor, where: str
+    ) -> dict[str, torch.Tensor] | None:
+        """Rows of torchao's tensor move as those of a plain one do: each inner tensor by itself."""
+        if not by_rows(tensor):
+            raise UserError(
+                f"{name} is a {kernel(tensor)} in the {where}, whose rows cannot be put into"
+                " torchtune's order: quantise the full-precision checkpoint by quantizer.scheme"
+            )
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for path, leaf in leaves(tensor):
+            converted = self.convert(name, leaf if leaf.ndim > 1 else leaf[:, None], where)
+            if converted is None:
+                return None
+            for new, part in converted.items():
+                found.setdefault(new, {})[path] = part if leaf.ndim > 1 else part[:, 0]
+        return {new: rebuilt(tensor, parts) for new, parts in found.items()}
 
     def _sizes(self, tensor: torch.Tensor, conversion: _Conversion) -> dict[str, int]:
         """Arguments of the conversion from Hugging Face's layout."""

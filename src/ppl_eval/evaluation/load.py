@@ -5,7 +5,7 @@ import torch
 from ppl_eval.config.schema import EvalConfig
 from ppl_eval.evaluation.preflight import Preflight
 from ppl_eval.evaluation.teacher import of_the_teacher, teacher_dims
-from ppl_eval.model.prepare import PreparedModel
+from ppl_eval.model.prepare import load_models
 from ppl_eval.parallel.dims import Groups, Meshes, ParallelDims
 from ppl_eval.score.reader import Reader
 
@@ -33,18 +33,27 @@ def load_readers(
         The student, and the teacher if there is one.
     """
 
-    def read(prepared: PreparedModel, meshes: Meshes | None, reshard: bool) -> Reader:
-        prepared.load(meshes, device, reshard_after_forward=reshard, show_progress=show_progress)
-        decoder, fp32_logits = prepared.decoder, cfg.logits_dtype == "fp32"
-        return Reader(decoder.model, decoder, Groups.of(meshes), fp32_logits)
-
+    student, teacher = ready.student, ready.teacher
     reshard = cfg.parallel.reshard_after_forward
-    readers = [read(ready.student, meshes, reshard)]
-    if ready.teacher is not None:
+    student.shard(meshes, reshard_after_forward=reshard)
+    placed = [(student, meshes)]
+    if teacher is not None:
         degrees = teacher_dims(cfg, dims)
         if meshes is not None and degrees != dims:
             meshes = degrees.build_mesh(device.type, cfg.process_group.timeout_s)
         asked = cfg.teacher_parallel.reshard_after_forward
         with of_the_teacher():
-            readers.append(read(ready.teacher, meshes, reshard if asked is None else asked))
-    return readers
+            teacher.shard(meshes, reshard_after_forward=reshard if asked is None else asked)
+        placed.append((teacher, meshes))
+    if teacher is not None and teacher.reads_the_files_of(student):
+        load_models([student, teacher], device, show_progress=show_progress)
+    else:
+        student.load(device, show_progress=show_progress)
+        if teacher is not None:
+            with of_the_teacher():
+                teacher.load(device, show_progress=show_progress)
+    fp32_logits = cfg.logits_dtype == "fp32"
+    return [
+        Reader(model.decoder.model, model.decoder, Groups.of(its_meshes), fp32_logits)
+        for model, its_meshes in placed
+    ]

@@ -73,6 +73,7 @@ def prepare(
         adapter_dir=cfg.adapter.dir,
         merge=cfg.adapter.merge,
         quantizer=read_quantizer(cfg.quantizer),
+        device_type=process_group.device_type(cfg.device),
     )
     teacher = _teacher(cfg) if cfg.has_teacher else None
     decoders = [student.decoder] if teacher is None else [student.decoder, teacher.decoder]
@@ -116,7 +117,13 @@ def _teacher(cfg: EvalConfig) -> PreparedModel:
     model, checkpointer = cfg.teacher_model, cfg.teacher_checkpointer
     with of_the_teacher():
         return prepare_model(
-            model, checkpointer, dtype, tp=tp, cp=cp, parallel_key="teacher_parallel"
+            model,
+            checkpointer,
+            dtype,
+            tp=tp,
+            cp=cp,
+            parallel_key="teacher_parallel",
+            device_type=process_group.device_type(cfg.device),
         )
 
 

@@ -56,7 +56,8 @@ def check_names(decoder: Decoder, checkpoint: Checkpoint, adapter: Adapter | Non
                 f"{_quantised_by(stored)} are not evaluated"
             )
         sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.num_bytes
-        converted = names.convert(name, torch.empty(tensor.shape, device="meta"))
+        plain = torch.empty(tensor.shape, device="meta")
+        converted = names.convert(name, plain if tensor.quantized is None else tensor.quantized)
         if converted is None:
             unknown.append(name)
         else:

@@ -1,7 +1,8 @@
 """Weights into a sharded model, tensor by tensor: each rank reads and keeps its own shards."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -21,74 +22,119 @@ from ppl_eval.plural import some
 from ppl_eval.quantize.linear import quantized_layers
 
 
+@dataclass(frozen=True)
+class Target:
+    """A model that weights are read into.
+
+    Attributes:
+        decoder: on the meta device, sharded or not (any placements); afterwards on the device.
+        adapter: from :func:`ppl_eval.adapter.check.read_adapter`; merged into plain layers, loaded
+            beside the weights of adapted ones.
+    """
+
+    decoder: Decoder
+    adapter: Adapter | None = None
+
+
 def load(
-    decoder: Decoder,
     checkpoint: Checkpoint,
+    targets: Sequence[Target],
     device: torch.device,
     *,
-    adapter: Adapter | None = None,
     show_progress: bool = False,
 ) -> None:
-    """Give every parameter its values; each rank keeps its own shards only.
+    """Give every parameter its values; each rank keeps its own shards only. Files are read once.
 
     No communication: a tensor is mapped from its file, converted and cut, and this rank's part is
     copied, so that a rank never holds more than its shards and two full tensors.
 
     Args:
-        decoder: on the meta device, sharded or not (any placements); afterwards on ``device``.
-        checkpoint: checked by :func:`ppl_eval.model.check_names.check_names`.
+        checkpoint: checked by :func:`ppl_eval.model.check_names.check_names` for each target.
+        targets: the models that have the weights.
         device: the device of this rank.
-        adapter: from :func:`ppl_eval.adapter.check.read_adapter`; merged into plain layers, loaded
-            beside the weights of adapted ones.
         show_progress: show a bar, if stderr is a terminal.
 
     Raises:
         UserError: a weight is NaN or infinite; ``output.weight`` differs from the embedding that
             the head is tied to; the adapter's copy of a base weight is not the checkpoint's.
     """
-    model, slots, source = decoder.model, decoder.weights(), checkpoint.source
+    source, readings = checkpoint.source, [_Reading(target, device) for target in targets]
     if isinstance(source, DistributedSource):
-        source = _read_shards(source, checkpoint, slots, device, adapter)
-    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
-    shards: dict[str, torch.Tensor] = {}
-    tied_copy = None
-    for stored_name, name, full in _converted(source, checkpoint, show_progress):
+        for reading in readings:
+            shards = _read_shards(source, checkpoint, reading.slots, device, reading.adapter)
+            for stored_name, name, full in _converted(shards, checkpoint, show_progress):
+                reading.take(stored_name, name, full)
+    else:
+        for stored_name, name, full in _converted(source, checkpoint, show_progress):
+            for reading in readings:
+                reading.take(stored_name, name, full)
+    for reading in readings:
+        reading.finish()
+
+
+class _Reading:
+    """The shards that a model has got so far."""
+
+    def __init__(self, target: Target, device: torch.device) -> None:
+        self.model, self.adapter, self.device = target.decoder.model, target.adapter, device
+        self.slots = target.decoder.weights()
+        self._quantized = {f"{n}.weight": m for n, m in quantized_layers(self.model).items()}
+        self._shards: dict[str, torch.Tensor] = {}
+        self._tied_copy: torch.Tensor | None = None
+
+    def take(self, stored_name: str, name: str, full: torch.Tensor) -> None:
+        """Keep this rank's part of a tensor.
+
+        Args:
+            stored_name: its name in the checkpoint.
+            name: torchtune's.
+            full: the whole tensor, or this rank's shard as a DTensor.
+        """
+        slots = self.slots
         if name == HEAD and HEAD not in slots:
-            tied_copy = own_shard(full, slots[EMBEDDING], device)
-        elif name in slots:
-            found = None
-            if adapter is not None:
-                _refuse_other_copy(full, name, slots[name], adapter)
-                found = adapter.shards(full, name, slots, device)
-            if name in quantized:
-                whole = full if found is None else found[name]
-                shards |= {
-                    f"{name.removesuffix('weight')}{key}": shard
-                    for key, shard in quantized[name].shards(whole, device).items()
-                }
-                continue
-            found = found or {name: own_shard(full, slots[name], device)}
-            if not all(local_part(shard).isfinite().all() for shard in found.values()):
-                raise UserError(
-                    f"{stored_name} holds NaN or infinite numbers: the checkpoint is damaged, or"
-                    " its training diverged, or dtype=fp16 cannot hold them"
-                )
-            shards |= found
-    if tied_copy is not None and not torch.equal(
-        local_part(tied_copy), local_part(shards[EMBEDDING])
-    ):
-        raise UserError(
-            "the model ties its head to the embedding, but the checkpoint has an output.weight that"
-            " differs from tok_embeddings.weight: use an untied builder (or tie_word_embeddings:"
-            " false)"
-        )
-    parameters = {name: nn.Parameter(t, requires_grad=False) for name, t in shards.items()}
-    model.load_state_dict(parameters, strict=True, assign=True)
-    with device:
-        compat.rebuild_rope(model)
-    unset = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
-    if unset:
-        raise RuntimeError(f"no value for {some(unset)}")
+            self._tied_copy = own_shard(full, slots[EMBEDDING], self.device)
+        if name not in slots:
+            return
+        found = None
+        if self.adapter is not None:
+            _refuse_other_copy(full, name, slots[name], self.adapter)
+            found = self.adapter.shards(full, name, slots, self.device)
+        if name in self._quantized:
+            self._quantize(stored_name, name, full if found is None else found[name])
+            return
+        found = found or {name: own_shard(full, slots[name], self.device)}
+        if not all(local_part(shard).isfinite().all() for shard in found.values()):
+            raise UserError(
+                f"{stored_name} holds NaN or infinite numbers: the checkpoint is damaged, or"
+                " its training diverged, or dtype=fp16 cannot hold them"
+            )
+        self._shards |= found
+
+    def _quantize(self, stored_name: str, name: str, whole: torch.Tensor) -> None:
+        try:
+            shards = self._quantized[name].shards(whole, self.device)
+        except UserError as error:
+            raise UserError(f"{stored_name}: {error}") from error
+        layer = name.removesuffix("weight")
+        self._shards |= {f"{layer}{key}": shard for key, shard in shards.items()}
+
+    def finish(self) -> None:
+        """Put the shards into the model."""
+        shards, copy = self._shards, self._tied_copy
+        if copy is not None and not torch.equal(local_part(copy), local_part(shards[EMBEDDING])):
+            raise UserError(
+                "the model ties its head to the embedding, but the checkpoint has an output.weight"
+                " that differs from tok_embeddings.weight: use an untied builder (or"
+                " tie_word_embeddings: false)"
+            )
+        parameters = {n: nn.Parameter(t, requires_grad=False) for n, t in shards.items()}
+        self.model.load_state_dict(parameters, strict=True, assign=True)
+        with self.device:
+            compat.rebuild_rope(self.model)
+        tensors = chain(self.model.named_parameters(), self.model.named_buffers())
+        unset = [name for name, tensor in tensors if tensor.is_meta]
+        if unset:
+            raise RuntimeError(f"no value for {some(unset)}")
 
 
 def _converted(

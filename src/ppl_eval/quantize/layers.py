@@ -1,7 +1,7 @@
 """Which layers of a model are quantised, and what the report says about them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,60 +11,118 @@ from torch import nn
 from ppl_eval.decoder import Decoder
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.lora import AdaptedLinear
+from ppl_eval.plural import some
+from ppl_eval.quantize import tensors
 from ppl_eval.quantize.linear import QuantizedLinear, quantized_layers
 from ppl_eval.quantize.schemes import Quantizer
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was quantised.
+    """What is quantised.
 
     Attributes:
-        quantizer: the scheme.
+        quantizer: the scheme; None for a checkpoint that is quantised already.
         num_linear: linear layers of the model, the head included.
-        left_out: reason -> names of the linear layers that keep their dtype.
         bytes_before: bytes of all parameters in the model's dtype.
         bytes_after: bytes of all parameters as they are kept.
+        left_out: reason -> names of the linear layers that keep their dtype.
     """
 
-    quantizer: Quantizer
+    quantizer: Quantizer | None
     num_linear: int
-    left_out: Mapping[str, list[str]]
     bytes_before: int
     bytes_after: int
+    left_out: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def scheme(self) -> str:
+        """The quantizer's scheme."""
+        return "quantised in the checkpoint" if self.quantizer is None else self.quantizer.scheme
 
 
-def quantize_layers(decoder: Decoder, quantizer: Quantizer) -> Quantized:
+def quantize_layers(decoder: Decoder, quantizer: Quantizer, device_type: str) -> Quantized:
     """Replace the linear layers of a decoder on the meta device by quantised ones, in place.
 
-    Embedding and head keep their dtype, as do layers whose input features the group size does not
-    divide.
+    The embedding keeps its dtype, and the head unless the quantizer says otherwise, and layers of
+    sizes that the scheme cannot quantise.
 
     Raises:
-        UserError: no layer can be quantised, or a layer has an unmerged adapter.
+        UserError: no layer can be quantised, a layer has an unmerged adapter, or the device has no
+            kernel for the scheme.
     """
-    model, size = decoder.model, quantizer.group_size
-    before = _num_bytes(model)
+    dtype = next(decoder.model.parameters()).dtype
+    tensors.check_device(quantizer.scheme, dtype, device_type)
+    in_layers = {id(module) for layer in decoder.layers for module in layer.modules()}
+
+    def how(name: str, linear: nn.Linear) -> Quantizer | str:
+        if id(linear) not in in_layers and not quantizer.head:
+            return "head"
+        return tensors.why_not(linear.weight, quantizer) or quantizer
+
+    found = _replace(decoder, how, quantizer)
+    if not quantized_layers(decoder.model):
+        reasons = "; ".join(reason for reason in found.left_out if reason != "head")
+        raise UserError(
+            f"quantizer is {quantizer.scheme} with group_size {quantizer.group_size}, but no layer"
+            f" can be quantised: {reasons}"
+        )
+    return found
+
+
+def take_quantized(
+    decoder: Decoder, stored: Mapping[str, torch.Tensor], device_type: str
+) -> Quantized:
+    """Replace the linear layers whose weights a checkpoint has quantised, in place.
+
+    Args:
+        decoder: on the meta device.
+        stored: name of a parameter -> its quantised tensor on the meta device; not empty.
+        device_type: where it is to compute.
+
+    Raises:
+        UserError: a parameter that is no weight of a linear layer is quantised, or by a class
+            that is not evaluated; a layer has an unmerged adapter.
+    """
+    weights = dict(decoder.weights())
+    for name, tensor in stored.items():
+        owner = name.rpartition(".")[0]
+        if name in weights and not isinstance(decoder.model.get_submodule(owner), nn.Linear):
+            raise UserError(
+                f"{name} is a {tensors.kernel(tensor)} in the checkpoint, but of quantised weights"
+                " only those of linear layers are evaluated"
+            )
+        tensors.check_evaluated(tensor, name, device_type)
+
+    def how(name: str, linear: nn.Linear) -> torch.Tensor | str:
+        tensor = stored.get(f"{name}.weight", "not quantised in the checkpoint")
+        has_shape = isinstance(tensor, str) or tensor.shape == linear.weight.shape
+        return tensor if has_shape else "of another shape"  # which the check of names refuses
+
+    return _replace(decoder, how, None)
+
+
+def _replace(
+    decoder: Decoder,
+    how: Callable[[str, nn.Linear], Quantizer | torch.Tensor | str],
+    quantizer: Quantizer | None,
+) -> Quantized:
+    """Quantise each linear layer as ``how`` says, or keep it for the reason that it gives."""
+    model, before = decoder.model, _num_bytes(decoder.model)
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    in_layers = {id(m) for layer in decoder.layers for m in layer.modules()}
     left_out: dict[str, list[str]] = {}
     for name, module in linear.items():
-        if isinstance(module, AdaptedLinear):
+        found = how(name, module)
+        if isinstance(found, str):
+            left_out.setdefault(found, []).append(name)
+        elif isinstance(module, AdaptedLinear):
             raise UserError(
-                "adapter.merge is false and quantizer is set, but a quantised layer has no matrices"
-                " beside it: set adapter.merge=true"
+                "adapter.merge is false, but a quantised layer has no matrices beside it: set"
+                " adapter.merge=true"
             )
-        if id(module) not in in_layers:
-            left_out.setdefault("head", []).append(name)
-        elif size is not None and module.in_features % size:
-            reason = f"{module.in_features} input features are no multiple of {size}"
-            left_out.setdefault(reason, []).append(name)
         else:
-            model.set_submodule(name, QuantizedLinear(module, quantizer))
-    if not quantized_layers(model):
-        reasons = "; ".join(reason for reason in left_out if reason != "head")
-        raise UserError(f"quantizer.group_size is {size}, but no layer can be quantised: {reasons}")
-    return Quantized(quantizer, len(linear), left_out, before, _num_bytes(model))
+            model.set_submodule(name, QuantizedLinear(module, found))
+    return Quantized(quantizer, len(linear), before, _num_bytes(model), left_out)
 
 
 def report(
@@ -73,26 +131,34 @@ def report(
     """The ``quantization`` of results.json. Every rank of ``group`` calls it.
 
     Args:
-        quantized: from :func:`quantize_layers`.
+        quantized: from :func:`quantize_layers` or :func:`take_quantized`.
         model: loaded.
         group: ranks that may hold different rows; a number is reduced over it.
     """
-    layers = quantized_layers(model).values()
+    layers, quantizer = quantized_layers(model).values(), quantized.quantizer
     errors = [layer.error_in_steps for layer in layers if layer.error_in_steps >= 0]
     largest = torch.tensor(max(errors, default=0.0), dtype=torch.float64)
-    if group is not None:
+    if group is not None and quantizer is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    sizes = sorted({layer.group_size for layer in layers if layer.group_size is not None})
     return {
-        "scheme": quantized.quantizer.scheme,
-        "group_size": quantized.quantizer.group_size,
-        "kernel": next(iter(layers)).kernel,
+        "scheme": quantized.scheme,
+        "weights": _only(layer.number_type for layer in layers),
+        "activations": _only(layer.activations for layer in layers if layer.activations) or None,
+        "group_size": sizes[0] if len(sizes) == 1 else sizes or None,
+        "kernel": _only(layer.kernel for layer in layers),
         "linear_layers": quantized.num_linear,
         "quantized_linear_layers": len(layers),
         "left_out": dict(quantized.left_out),
         "bytes_before": quantized.bytes_before,
         "bytes_after": quantized.bytes_after,
-        "largest_error_in_steps": float(largest),
+        "largest_error_in_steps": None if quantizer is None else float(largest),
     }
+
+
+def _only(values: Iterable[str]) -> str:
+    """The value that all layers have, or all values."""
+    return some(sorted(set(values)), 9)
 
 
 def _num_bytes(model: nn.Module) -> int:

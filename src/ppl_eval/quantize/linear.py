@@ -1,12 +1,10 @@
 """A linear layer whose weight is quantised by torchao, kept as plain parameters.
 
-FSDP2 cannot shard torchao's tensors. Their inner tensors (integers, scales, zero points) all have
-the output features as first dim, so they are parameters of their own here, which FSDP2 shards like
-any other. Each forward wraps the gathered ones again and calls torchao's kernel. A row's integers
-depend on that row alone, so a rank quantises only the rows that it keeps.
+FSDP2 shards the inner tensors of the weight like any other parameters. Each forward puts the
+gathered ones together again and calls torchao's kernel.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,71 +15,98 @@ from torch import nn
 from ppl_eval.errors import UserError
 from ppl_eval.parallel.cut import as_shard, local_part, own_part
 from ppl_eval.parallel.products import wide_product
-from ppl_eval.quantize.schemes import SCHEMES, Quantizer
+from ppl_eval.quantize import tensors
+from ppl_eval.quantize.schemes import Quantizer
 
 
 class QuantizedLinear(nn.Module):
-    """``y = W x + bias`` with a quantised W; activations too, if the scheme does so.
+    """``y = W x + bias`` with a quantised W; activations too, if the weight's class does so.
 
     Args:
         linear: the layer, on the meta device.
-        quantizer: how W is quantised.
+        how: a quantizer, by which W is quantised as it is read; or a quantised W on the meta
+            device, as the checkpoint has it.
 
     Attributes:
-        weight_slot: an empty meta tensor of W's shape and dtype: what the checkpoint has.
+        weight_slot: an empty meta tensor of W's shape and the model's dtype.
+        quantizer: by what W is quantised; None for a quantised checkpoint.
+        group_size: input features that share a scale; None for all of an output feature.
+        activations: what activations are quantised to; None: they are not.
         split_kind: how tensor parallelism has split W, ``columns`` or ``rows``; None: not.
         tp_group: the ranks that share W then.
         error_in_steps: largest |dequantised - W| of this rank's rows, in quantisation steps; nan
-            before loading.
+            before loading, and for a quantised checkpoint.
     """
 
-    def __init__(self, linear: nn.Linear, quantizer: Quantizer) -> None:
+    def __init__(self, linear: nn.Linear, how: Quantizer | torch.Tensor) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight_slot = torch.empty_like(linear.weight, device="meta")
-        self.quantizer = quantizer
+        self.quantizer = how if isinstance(how, Quantizer) else None
         self.error_in_steps = float("nan")
         self.bias = linear.bias
         self.split_kind: str | None = None
         self.tp_group: dist.ProcessGroup | None = None
-        row = torch.zeros(1, linear.in_features, dtype=linear.weight.dtype)
-        self._template = quantize(row, quantizer)
-        self._leaves = {path.replace(".", "_"): path for path, _ in _leaves(self._template)}
-        for name, (_, leaf) in zip(self._leaves, _leaves(self._template), strict=True):
-            shape = (linear.out_features, *leaf.shape[1:])
+        self._template: Any = _template(self.weight_slot, how)
+        self.group_size = tensors.group_size(self._template)
+        self.activations = tensors.activations(self._template)
+        self._by_rows = tensors.by_rows(self._template)
+        self._paths = {path.replace(".", "_"): path for path, _ in tensors.leaves(self._template)}
+        for name, (_, leaf) in zip(self._paths, tensors.leaves(self._template), strict=True):
+            shape = (self.out_features, *leaf.shape[1:]) if self._by_rows else leaf.shape or (1,)
             parameter = torch.empty(shape, dtype=leaf.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(parameter, requires_grad=False))
 
     @property
     def kernel(self) -> str:
         """torchao's class of the weight, whose linear function runs."""
-        inner = getattr(self._template, "original_weight_tensor", self._template)
-        impl = getattr(inner, "tensor_impl", None)
-        names = [type(each).__name__ for each in (self._template, inner, impl) if each is not None]
-        return " of ".join(dict.fromkeys(names))
+        return tensors.kernel(self._template)
+
+    @property
+    def number_type(self) -> str:
+        """What W is kept in, such as ``int4``."""
+        return tensors.number_type(self._template)
 
     def shards(self, full: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
         """This rank's shards of the inner tensors, by the names of their parameters.
 
         Args:
-            full: W in any floating dtype. It is rounded to the model's dtype, then quantised.
+            full: W: quantised as the checkpoint has it; or, for a quantizer, in any floating dtype,
+                rounded to the model's and then quantised.
             device: where this rank computes.
 
         Raises:
             UserError: W holds NaN or infinite numbers, or the kernel is off by more than a step.
         """
-        slots = {name: self.get_parameter(name) for name in self._leaves}
+        parts = dict(tensors.leaves(full if self.quantizer is None else self._made(full, device)))
+        found = {}
+        for name, path in self._paths.items():
+            part, slot = parts[path], self.get_parameter(name)
+            if self.quantizer is None or not self._by_rows:
+                part = own_part(part.reshape(slot.shape), slot)
+            elif part.ndim > 1:  # these are this rank's rows
+                part = own_part(part, slot, 1)
+            # FSDP2 needs a last stride of 1, also where contiguous() does not
+            part = torch.empty(part.shape, dtype=slot.dtype, device=device).copy_(part)
+            if part.is_floating_point() and not part.to(torch.float32).isfinite().all():
+                raise UserError(_NOT_FINITE)
+            found[name] = as_shard(part, slot)
+        return found
+
+    def _made(self, full: torch.Tensor, device: torch.device) -> Any:
+        """W quantised: the rows that this rank keeps, or all if they depend on each other."""
+        slot = self.get_parameter(next(iter(self._paths)))
         # whole rows: a scale is that of the row, also where tp cuts it
-        rows = own_part(full, next(iter(slots.values())), 0).to(device, self.weight_slot.dtype)
+        rows = own_part(full, slot, 0) if self._by_rows else full
+        rows = rows.to(device, self.weight_slot.dtype)
+        assert self.quantizer is not None
         if not len(rows):
-            empty = {
-                n: slot.new_empty((0, *slot.shape[1:]), device=device) for n, slot in slots.items()
-            }
-            return {name: as_shard(part, slots[name]) for name, part in empty.items()}
+            empty = {p: leaf[:0].to(device) for p, leaf in tensors.leaves(self._template)}
+            return tensors.rebuilt(self._template, empty)
         if not rows.isfinite().all():
-            raise UserError("a weight holds NaN or infinite numbers")
+            raise UserError(_NOT_FINITE)
         quantised = quantize(rows, self.quantizer)
-        self.error_in_steps = error_in_steps(quantised, rows, self.quantizer)
+        self.error_in_steps = tensors.error_in_steps(quantised, rows)
         # half a step of rounding, half for kernels whose range is not symmetric, and the rounding
         # of up to 127 steps in the model's dtype
         if self.error_in_steps > 1 + 127 * torch.finfo(rows.dtype).eps / 2:
@@ -90,34 +115,27 @@ class QuantizedLinear(nn.Module):
                 f" {self.error_in_steps:.1f} quantisation steps from the checkpoint's, and one is"
                 f" the most: this torchao cannot do it in {rows.dtype}; try dtype=fp32"
             )
-        parts = {name: leaf for name, (_, leaf) in zip(slots, _leaves(quantised), strict=True)}
-        return self._cut(parts, device)
-
-    def _cut(
-        self, rows: Mapping[str, torch.Tensor], device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """The columns of this rank, of inner tensors of its rows."""
-        found = {}
-        for name, part in rows.items():
-            slot = self.get_parameter(name)
-            if part.ndim > 1:
-                part = own_part(part, slot, 1)
-            found[name] = as_shard(part.to(device).contiguous(), slot)
-        return found
+        return quantised
 
     def check_split(self, kind: str, tp: int, name: str, key: str) -> None:
         """Refuse a degree of tensor parallelism that cuts a group.
 
         Args:
-            kind: ``rows`` (input features) or ``columns``.
+            kind: ``rows`` (input features), ``columns`` or ``vocabulary``.
             tp: ranks that share the matrix.
             name: what the message calls the layer.
             key: the config key of ``tp``.
 
         Raises:
-            UserError: it does.
+            UserError: it does, or the weight's class is not kept by rows.
         """
-        size = self.quantizer.group_size or 1
+        if not self._by_rows or self.activations == "float8" or kind == "vocabulary":
+            what = "the head" if kind == "vocabulary" else name
+            raise UserError(
+                f"{key} is {tp}, but {what} is quantised to {self.number_type} by {self.kernel},"
+                f" which ranks cannot share: set {key}=1 and split by dp_shard or cp"
+            )
+        size = self.group_size or 1
         if kind == "rows" and self.in_features % (tp * size):
             what = f"{self.in_features} input features"
             groups = "" if size == 1 else f" in groups of {size}"
@@ -128,19 +146,31 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """By torchao's kernel; in the dtype of ``input``. Split by rows, summed over tp in fp32."""
-        parts = {path: local_part(self.get_parameter(n)) for n, path in self._leaves.items()}
-        bias = None if self.bias is None else local_part(self.bias)
+        bias = None if self.bias is None else local_part(self.bias).to(input.dtype)
         if self.split_kind != "rows":
-            return F.linear(input, _wrapped(self._template, parts), bias)
-        if self.quantizer.activations is None:
-            out = wide_product(input, _wrapped(self._template, parts).dequantize())
+            return tensors.linear(input, self._weight(self._parts(), input.dtype), bias)
+        if self.activations is None:
+            out = wide_product(input, self.dequantized())
         else:
             extended = self._with_extremes(input)
-            padded = {path: self._padded(path, part) for path, part in parts.items()}
-            out = F.linear(extended, _wrapped(self._template, padded)).float()
+            padded = {path: self._padded(path, part) for path, part in self._parts().items()}
+            out = tensors.linear(extended, self._weight(padded, input.dtype), None).float()
         dist.all_reduce(out, group=self.tp_group)
         out = out.to(input.dtype)
         return out if bias is None else out + bias
+
+    def dequantized(self) -> torch.Tensor:
+        """This rank's part of W as the quantised numbers stand for it, in the model's dtype."""
+        return tensors.dequantized(self._weight(self._parts(), self.weight_slot.dtype))
+
+    def _parts(self) -> dict[str, torch.Tensor]:
+        """This rank's inner tensors, gathered by FSDP2, by their paths."""
+        template = dict(tensors.leaves(self._template))
+        parts = {path: local_part(self.get_parameter(n)) for n, path in self._paths.items()}
+        return {path: part if template[path].ndim else part[0] for path, part in parts.items()}
+
+    def _weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Any:
+        return tensors.rebuilt(self._template, parts, dtype)
 
     def _with_extremes(self, input: torch.Tensor) -> torch.Tensor:
         """Features that hold each token's extremes over all ranks, beside this rank's: torchao then
@@ -148,7 +178,7 @@ class QuantizedLinear(nn.Module):
         extremes = torch.stack([input.amax(dim=-1), -input.amin(dim=-1)], dim=-1)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.tp_group)
         extremes[..., 1].neg_()
-        width = self.quantizer.group_size or 2
+        width = self.group_size or 2
         return torch.cat([input, F.pad(extremes, (0, width - 2))], dim=-1)
 
     def _padded(self, path: str, part: torch.Tensor) -> torch.Tensor:
@@ -156,8 +186,11 @@ class QuantizedLinear(nn.Module):
         if part.ndim < 2 or part.shape[1] == 1:
             return part
         is_scale = path.endswith("scale")
-        width = 1 if path.endswith(("scale", "zero_point")) else self.quantizer.group_size or 2
+        width = 1 if path.endswith(("scale", "zero_point")) else self.group_size or 2
         return F.pad(part, (0, width), value=float(is_scale))
+
+
+_NOT_FINITE = "it holds NaN or infinite numbers"
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -168,14 +201,21 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 def quantize(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     """A weight [out, in] as torchao's tensor, as ``torchao.quantization.quantize_`` makes it."""
     from torchao import quantization as ao
+    from torchao.dtypes.nf4tensor import to_nf4
 
     size, int4 = quantizer.group_size or 0, getattr(torch, "int4")  # noqa: B009 (not in its stubs)
+    if quantizer.scheme == "nf4":
+        return to_nf4(weight.contiguous(), block_size=size)
+    if quantizer.scheme == "float8_dynamic":
+        return _float8_dynamic(weight)
     config = {
         # version 2 is several steps off in bf16
         "int8_weight_only": lambda: ao.Int8WeightOnlyConfig(version=1),
         "int8_dynamic": lambda: ao.Int8DynamicActivationInt8WeightConfig(version=1),
         "int8_dynamic_int4": lambda: ao.Int8DynamicActivationIntxWeightConfig(
-            weight_dtype=int4, weight_granularity=ao.PerGroup(size)
+            weight_dtype=int4,
+            weight_granularity=ao.PerGroup(size),
+            weight_scale_dtype=torch.float32 if quantizer.fp32_scales else None,
         ),
         "int4_weight_only": lambda: ao.IntxWeightOnlyConfig(
             weight_dtype=int4, granularity=ao.PerGroup(size)
@@ -188,63 +228,27 @@ def quantize(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     return layer.weight.data
 
 
-def error_in_steps(quantised: Any, weight: torch.Tensor, quantizer: Quantizer) -> float:
-    """Largest |dequantised - weight|, in steps: distances of two neighbouring quantised numbers if
-    the largest of a group is the scheme's largest number.
+def _float8_dynamic(weight: torch.Tensor) -> Any:
+    """As ``quantize_`` makes it with PerRow; ``quantize_`` leaves few rows as they are."""
+    from torchao import quantization as ao
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
-    Args:
-        quantised: torchao's tensor.
-        weight: what it was made of [out, in].
-        quantizer: how.
-    """
-    wide = weight.double()
-    dequantised = getattr(quantised, "original_weight_tensor", quantised).dequantize().double()
-    groups = wide.unflatten(1, (-1, quantizer.group_size or weight.shape[1]))
-    kind = SCHEMES[quantizer.scheme].weight
-    scale = groups.abs().amax(dim=2, keepdim=True).clamp(min=1e-300) / _LARGEST[kind]
-    step = scale.expand_as(groups).flatten(1)
-    if kind == "float8":  # e4m3 has three bits after the first, down to 2 ** -9
-        step = step * torch.exp2((wide / step).abs().clamp(min=2.0**-6).log2().floor() - 3)
-    return float(((dequantised - wide).abs() / step).max())
+    config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
+    shared = {"granularity": ao.PerRow(), "kernel_preference": config.kernel_preference}
+    return ao.Float8Tensor.from_hp(
+        weight,
+        float8_dtype=config.weight_dtype,
+        mm_config=config.mm_config,
+        act_quant_kwargs=QuantizeTensorToFloat8Kwargs(config.activation_dtype, **shared),
+        **shared,
+    )
 
 
-_LARGEST = {"int8": 127, "int4": 7, "float8": 448}
-"""Largest number of a weight's type."""
-
-
-def _leaves(tensor: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of the plain tensors inside one of torchao's."""
-    for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if hasattr(inner, "__tensor_flatten__"):
-            yield from _leaves(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", inner
-
-
-def _wrapped(template: Any, leaves: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
-    """torchao's tensor of the shape of ``leaves``, built as ``template`` [1, in] is."""
-    names, context = template.__tensor_flatten__()
-    numbers = next(leaf for path, leaf in leaves.items() if path.endswith(_NUMBERS))
-    inner = {}
-    for name in names:
-        value, path = getattr(template, name), f"{prefix}{name}"
-        is_inner = hasattr(value, "__tensor_flatten__")
-        inner[name] = _wrapped(value, leaves, f"{path}.") if is_inner else leaves[path]
-    shape = numbers.shape
-
-    def changed(value: Any) -> Any:  # torchao keeps the shape, and the block of a whole row
-        if isinstance(value, torch.Size) and value == template.shape:
-            return shape
-        is_row = isinstance(value, tuple | list) and tuple(value) == tuple(template.shape)
-        return type(value)((1, shape[1])) if is_row else value
-
-    if isinstance(context, dict):
-        context = {key: changed(value) for key, value in context.items()}
-    else:
-        context = type(context)(changed(value) for value in context)
-    return type(template).__tensor_unflatten__(inner, context, shape, None)
-
-
-_NUMBERS = ("qdata", "int_data")
-"""Ends of the paths of the tensors that hold the quantised numbers [out, in]."""
+def _template(slot: torch.Tensor, how: Quantizer | torch.Tensor) -> Any:
+    """The quantised W in one row, which shows class and settings; whole if rows depend on each
+    other."""
+    if not isinstance(how, Quantizer):
+        return how
+    if how.scheme == "nf4":
+        return quantize(torch.empty_like(slot, device="meta"), how)
+    return quantize(torch.zeros(1, slot.shape[1], dtype=slot.dtype), how)

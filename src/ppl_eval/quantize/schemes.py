@@ -30,20 +30,20 @@ SCHEMES = {
     "int8_dynamic_int4": Scheme("int4", 32, activations="int8"),
     "int4_weight_only": Scheme("int4", 128),
     "float8_weight_only": Scheme("float8"),
+    "float8_dynamic": Scheme("float8", activations="float8"),
+    "nf4": Scheme("nf4", 64),
 }
-
-_NOT_YET = {
-    "float8_dynamic": "torchao has a kernel for CUDA only, and it has not been run here: take"
-    " float8_weight_only or int8_dynamic",
-    "nf4": "its blocks do not end with a row: take int4_weight_only",
-}
-"""Schemes of torchao that are not evaluated -> why, and what to take."""
 
 _TORCHTUNE = {
     "Int8DynActInt4WeightQuantizer": ("int8_dynamic_int4", 256),
+    "Int8DynActInt4WeightQATQuantizer": ("int8_dynamic_int4", 256),
+    "Int8DynActInt4WeightQATQuantizerModuleSwap": ("int8_dynamic_int4", 256),
     "Int4WeightOnlyQuantizer": ("int4_weight_only", 128),
 }
 """Quantizers of torchtune -> our scheme, and their default ``groupsize``."""
+
+_NOT_QAT = ("Int4WeightOnlyQATQuantizer", "Int4WeightOnlyQATQuantizerModuleSwap")
+"""Quantizers of torchtune whose fake quantisation no scheme computes."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,16 @@ class Quantizer:
     Attributes:
         scheme: a key of :data:`SCHEMES`.
         group_size: input features that share a scale, None for all of an output feature.
+        head: whether an untied head is quantised, too.
+        fp32_scales: whether scales are fp32 in a bf16 model, too.
         notes: what was decided for the user, one sentence each.
     """
 
     scheme: str
     group_size: int | None
+    head: bool = False
+    fp32_scales: bool = False
     notes: tuple[str, ...] = ()
-
-    @property
-    def activations(self) -> str | None:
-        """How activations are quantised."""
-        return SCHEMES[self.scheme].activations
 
 
 def read_quantizer(section: Mapping[str, Any]) -> Quantizer | None:
@@ -77,15 +76,13 @@ def read_quantizer(section: Mapping[str, Any]) -> Quantizer | None:
     """
     if not section:
         return None
-    section, notes = dict(section), ()
+    section, of_torchtune = dict(section), None
     if "_component_" in section:
-        section, notes = _of_torchtune(section)
+        section, of_torchtune = _of_torchtune(section)
     name, size = section.pop("scheme", None), section.pop("group_size", None)
     if section:
         key = next(iter(section))
         raise UserError(f"unknown config key quantizer.{key}: it has scheme and group_size")
-    if name in _NOT_YET:
-        raise UserError(f"quantizer.scheme is {name}, which is not evaluated yet: {_NOT_YET[name]}")
     if name not in SCHEMES:
         hint = did_you_mean(str(name), SCHEMES)
         raise UserError(
@@ -99,18 +96,35 @@ def read_quantizer(section: Mapping[str, Any]) -> Quantizer | None:
         )
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
         raise UserError(f"quantizer.group_size is {size!r}, but it is a number of at least 2")
-    return Quantizer(name, default if size is None else size, notes)
+    size = default if size is None else size
+    if of_torchtune is None:
+        return Quantizer(name, size)
+    note = (
+        f"quantizer is torchtune's {of_torchtune}: {name} with groups of {size}; an untied head is"
+        " quantised, too, as torchtune does it"
+    )
+    if name == "int4_weight_only":
+        note += ", but the integers are symmetric around 0 here"
+    return Quantizer(name, size, True, "QAT" in of_torchtune, (note,))
 
 
-def _of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """torchtune's section as (one of ours, the name of its class)."""
     component = str(section.pop("_component_"))
     package, _, name = component.rpartition(".")
-    if not package.startswith("torchtune.training") or name not in _TORCHTUNE:
+    is_known = package.startswith(("torchtune.training", "torchao.quantization.qat"))
+    if is_known and name in _NOT_QAT:
+        raise UserError(
+            f"quantizer._component_ is {component}, whose zero points are floating-point numbers of"
+            " a CUDA kernel, which no scheme has: evaluate without quantizer, or as"
+            " quantizer.scheme=int4_weight_only, which rounds differently"
+        )
+    if not is_known or name not in _TORCHTUNE:
         raise UserError(
             f"quantizer._component_ is {component}, but a quantizer is one of torchtune's"
-            f" {' and '.join(_TORCHTUNE)}, or quantizer.scheme of {', '.join(SCHEMES)}"
+            f" {', '.join(_TORCHTUNE)}, or quantizer.scheme of {', '.join(SCHEMES)}"
         )
     scheme, size = _TORCHTUNE[name]
-    size = section.pop("groupsize", size)
-    note = f"quantizer is {component}: {scheme} with groups of {size}, by torchao's kernels here"
-    return {"scheme": scheme, "group_size": size, **section}, (note,)
+    if name == "Int4WeightOnlyQuantizer":
+        section.pop("inner_k_tiles", None)  # the layout of a kernel
+    return {"scheme": scheme, "group_size": section.pop("groupsize", size), **section}, name

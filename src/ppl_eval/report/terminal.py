@@ -62,10 +62,9 @@ def _quantised(found: Mapping[str, Any]) -> str:
     size = "" if found["group_size"] is None else f", groups of {found['group_size']}"
     layers = f"{found['quantized_linear_layers']} of {found['linear_layers']} linear layers"
     before, after = (found[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
-    error = kept(f"{found['largest_error_in_steps']:.2f} steps")
-    return (
-        f"{found['scheme']}{size}: {layers}, {before:,.1f} to {after:,.1f} MiB, at most {error} off"
-    )
+    text = f"{found['scheme']}{size}: {layers}, {before:,.1f} to {after:,.1f} MiB"
+    error = found["largest_error_in_steps"]
+    return text if error is None else f"{text}, at most {kept(f'{error:.2f} steps')} off"
 
 
 def _teacher(teacher: Mapping[str, Any], environment: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ppl_eval.parallel.lora import AdaptedLinear
 from ppl_eval.parallel.products import wide_product
 from ppl_eval.parallel.reduce import all_gather
 from ppl_eval.parallel.tensor import VocabularyPart, vocabulary_part
+from ppl_eval.quantize.linear import QuantizedLinear
 from ppl_eval.score.nll import row_blocks, sharded_token_nll_, token_nll_, wide_dtype
 
 CHUNK_ELEMENTS = 2**25
@@ -70,6 +71,10 @@ class Head:
             )
         if isinstance(owner, AdaptedLinear):
             return cls(partial(_adapted_product, owner, fp32), len(owner.weight), tail)
+        if isinstance(owner, QuantizedLinear):
+            if owner.activations is None and owner.bias is None:
+                return cls.by_weight(owner.dequantized(), fp32, tail=tail)
+            return cls(partial(_quantized_product, owner, fp32), num_ids, tail)
         if _is_plain(owner):
             bias = getattr(owner, "bias", None)
             if bias is None:
@@ -181,6 +186,10 @@ def _adapted_product(owner: AdaptedLinear, fp32: bool, x_ND: torch.Tensor) -> to
     if owner.dora_scale is not None:
         product_NV *= owner.dora_scale
     return product_NV if owner.bias is None else product_NV + owner.bias
+
+
+def _quantized_product(owner: QuantizedLinear, fp32: bool, x_ND: torch.Tensor) -> torch.Tensor:
+    return owner.forward(x_ND.float() if fp32 else x_ND)
 
 
 def _is_plain(owner: nn.Module) -> bool:

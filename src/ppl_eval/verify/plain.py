@@ -116,8 +116,9 @@ def _load(cfg: EvalConfig, checkpoint: Checkpoint, device: torch.device) -> Plai
         adapter_dir=cfg.adapter.dir,
         merge=cfg.adapter.merge,
         quantizer=read_quantizer(cfg.quantizer),
+        device_type=device.type,
     )
-    prepared.load(None, device)
+    prepared.load(device)
     model, dtype = prepared.decoder.model.eval(), cfg.dtype
     if prepared.quantized is None:
         model, dtype = model.float(), "fp32"
@@ -126,7 +127,7 @@ def _load(cfg: EvalConfig, checkpoint: Checkpoint, device: torch.device) -> Plai
 
 
 def _why_not_transformers(cfg: EvalConfig, checkpoint: Checkpoint) -> str | None:
-    if cfg.quantizer:
+    if cfg.quantizer or checkpoint.quantized():
         return "the weights are quantised"
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed"

@@ -16,7 +16,6 @@ from ppl_eval.errors import UserError
 from ppl_eval.files import read_json
 from ppl_eval.parallel.process_group import device_type
 from ppl_eval.plural import counted
-from ppl_eval.quantize.schemes import read_quantizer
 from ppl_eval.report.output import DOCUMENTS, RESULTS, replace_results
 from ppl_eval.report.results import SCHEMA_VERSION, write_results
 from ppl_eval.verify.files import (
@@ -168,8 +167,7 @@ def _verify(folder: Path, content: Mapping[str, Any], cfg: EvalConfig) -> dict[s
             probe = later_token_changes(plain, window)
     tolerance = cfg.verify.tolerance
     if tolerance is None:
-        quantizer = read_quantizer(cfg.quantizer)
-        is_dynamic = quantizer is not None and quantizer.activations is not None
+        is_dynamic = (content["quantization"] or {}).get("activations") is not None
         tolerance = max(TOLERANCES[cfg.dtype], _DYNAMIC if is_dynamic else 0)
     return {
         "method": plain.description,

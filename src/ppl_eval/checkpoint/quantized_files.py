@@ -1,0 +1,101 @@
+"""Quantised weights as files have them: several plain tensors, joined to torchao's tensor.
+
+torchao's safetensors name class and settings of each weight in the file's metadata. torchtune's
+``Int8DynActInt4WeightQATQuantizer.convert`` leaves ``weight`` (int8), ``scales`` and ``zeros`` of a
+layer, and no settings.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppl_eval.errors import UserError, one_line
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A quantised weight and the plain tensors that it is made of.
+
+    Attributes:
+        parts: their names in the files.
+        metadata: what torchao's safetensors say about the weight; None for torchtune's QAT.
+    """
+
+    name: str
+    parts: Sequence[str]
+    metadata: str | None = None
+
+    def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """torchao's tensor, of plain tensors by their names in the files; of any device.
+
+        Raises:
+            UserError: they do not go together.
+        """
+        try:
+            if self.metadata is None:
+                return _of_qat(*(parts[name] for name in self.parts))
+            from torchao.prototype.safetensors.safetensors_support import (
+                unflatten_tensor_state_dict,
+            )
+
+            metadata = {"tensor_names": json.dumps([self.name]), self.name: self.metadata}
+            found, _ = unflatten_tensor_state_dict(dict(parts), metadata)
+            return found[self.name]
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise UserError(
+                f"{self.name} cannot be put together from {', '.join(self.parts)}:"
+                f" {one_line(error) or type(error).__name__}"
+            ) from error
+
+
+def find_joints(
+    shapes: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> dict[str, Joint]:
+    """The quantised weights among tensors, by name.
+
+    Args:
+        shapes: every tensor of the checkpoint by its name, on the meta device.
+        metadata: of its safetensors files.
+    """
+    found = {}
+    for name, about in metadata.items():
+        prefix, _, last = name.rpartition(".")
+        if about.startswith("{") and f'"_type": "{torch.Tensor.__name__}"' not in about:
+            names = _names_of_parts(about)
+            found[name] = Joint(name, [f"{prefix}._{last}_{part}" for part in names], about)
+    for name, tensor in shapes.items():
+        layer = name.removesuffix("weight")
+        parts = [name, f"{layer}scales", f"{layer}zeros"]
+        if name.endswith(".weight") and tensor.dtype == torch.int8 and shapes.keys() >= set(parts):
+            found[name] = Joint(name, parts)
+    return {name: joint for name, joint in found.items() if shapes.keys() >= set(joint.parts)}
+
+
+def _names_of_parts(about: str) -> list[str]:
+    try:
+        content: Any = json.loads(about)
+    except json.JSONDecodeError:
+        return []
+    names = content.get("_tensor_data_names") if isinstance(content, dict) else None
+    return names if isinstance(names, list) else []
+
+
+def _of_qat(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """What torchtune's converted layer computes: int4 by groups, int8 activations by token."""
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    if scales.ndim != 2 or scales.shape != zeros.shape or len(scales) != len(numbers):
+        raise ValueError(f"scales of {tuple(scales.shape)} and zeros of {tuple(zeros.shape)}")
+    size = numbers.shape[1] // scales.shape[1]
+    return IntxUnpackedToInt8Tensor(
+        numbers,
+        scales,
+        zeros,
+        getattr(torch, "int4"),  # noqa: B009 (not in torch's stubs)
+        (1, size),
+        scales.dtype,
+        "int8_asym_per_token",
+    )
