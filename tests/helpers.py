@@ -12,6 +12,7 @@ from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_2 import llama3_2
 
+from ppl_eval.data import hf_tokenizer
 from ppl_eval.model.torchtune_decoder import decoder_of
 from ppl_eval.score.batch import Batch, Tokens
 from ppl_eval.score.reader import Reader
@@ -130,6 +131,14 @@ def chunks(ids, size, bos_id=None):
     lead = [] if bos_id is None else [bos_id]
     step = size - len(lead)
     return [([*lead, *ids[i : i + step]], 1) for i in range(0, len(ids), step)]
+
+
+def held_out_windows(folder, num_documents):
+    """Windows of at most 200 tokens of the embedded text, for :func:`oracle`."""
+    tokenizer, lines = hf_tokenizer(str(folder)), embedded_path("tiny_text") / "heldout.jsonl"
+    texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()]
+    ids = [tokenizer.encode(text, False, False) for text in texts[:num_documents]]
+    return [window for each in ids for window in chunks(each, 200, tokenizer.bos_id)]
 
 
 def student_in_float64():

@@ -5,20 +5,22 @@ import json
 
 import pytest
 import torch
-from helpers import chunks, oracle
+from helpers import held_out_windows, in_float64, oracle, peer
 from meshes import on_mesh, prepared
-from ranks import run_on_ranks
+from ranks import require, run_on_ranks
 from safetensors.torch import load_file
+from torch import nn
 from torchao import quantization as ao
+from torchao.dtypes.nf4tensor import to_nf4
+from torchtune.training import quantization as tune
 
 from ppl_eval import cli, shipped
-from ppl_eval.data import hf_tokenizer
 from ppl_eval.errors import UserError
 from ppl_eval.quantize import linear
+from ppl_eval.quantize.linear import quantized_layers
 from ppl_eval.quantize.schemes import SCHEMES
 
 STUDENT, TEACHER = map(shipped.embedded_path, ("tiny_student", "tiny_teacher"))
-GROUPS = {name: 32 for name, scheme in SCHEMES.items() if scheme.group_size}
 CONFIGS = {
     "int8_weight_only": lambda: ao.Int8WeightOnlyConfig(),
     "int8_dynamic": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
@@ -30,7 +32,22 @@ CONFIGS = {
     ),
     "float8_weight_only": lambda: ao.Float8WeightOnlyConfig(),
 }
+GROUPS = {name: 32 for name in CONFIGS if SCHEMES[name].group_size}
 DOCUMENTS = 16
+
+
+def with_nf4(model):
+    """torchtune's QLoRA base: NF4 where a matrix has whole blocks of scales. (The scales of a block
+    depend on its neighbours, and these on torchtune's order of rows.)"""
+    for module in model.layers.modules():
+        if isinstance(module, nn.Linear) and module.weight.numel() % (64 * 256) == 0:
+            module.weight = nn.Parameter(to_nf4(module.weight.data), requires_grad=False)
+    return model
+
+
+def with_fake_quantisation(model):
+    """torchtune's model while it trains for int4: head and all."""
+    return tune.Int8DynActInt4WeightQATQuantizer(32).prepare(model)
 
 
 def rtol_of(scheme):
@@ -44,14 +61,10 @@ def overrides(scheme):
 
 
 @pytest.fixture(scope="module")
-def expected(held_out):
+def expected():
     """Scheme -> (scored tokens, NLL) of the first documents; None for no quantisation."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = hf_tokenizer(str(STUDENT))
-    texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()[:DOCUMENTS]]
-    windows = []
-    for text in texts:
-        windows += chunks(tokenizer.encode(text, False, False), 200, tokenizer.bos_id)
+    transformers = peer("transformers")
+    windows = held_out_windows(STUDENT, DOCUMENTS)
 
     def of(scheme):
         model = transformers.AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32)
@@ -59,10 +72,10 @@ def expected(held_out):
             ao.quantize_(model.model.layers, CONFIGS[scheme]())
         return oracle(lambda tokens: model(tokens).logits, windows)
 
-    return {scheme: of(scheme) for scheme in (None, *SCHEMES)}
+    return {scheme: of(scheme) for scheme in (None, *CONFIGS)}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", CONFIGS)
 def test_the_number_of_a_plain_loop(run_recipe, expected, scheme):
     args = "protocol.max_seq_len=200", f"max_documents={DOCUMENTS}", "verify.windows=3"
     code, out, err = run_recipe("tiny_ppl_eval", *overrides(scheme), *args)
@@ -93,11 +106,11 @@ def nll_on(rank, folder, mesh, world_size, options):
     return result.summary.total.num_scored, result.summary.total.nll_nats_sum
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", CONFIGS)
 @pytest.mark.parametrize(
     "mesh",
-    [(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
-    ids=["dp_shard=2", "cp=2", "tp=2", "dp_shard=2 x tp=2"],
+    [(1, 2, 1, 1), (1, 4, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
+    ids=["dp_shard=2", "dp_shard=4", "cp=2", "tp=2", "dp_shard=2 x tp=2"],
 )
 def test_the_same_number_from_shards(expected, held_out, mesh, scheme):
     size = mesh[1] * mesh[2] * mesh[3]
@@ -116,14 +129,14 @@ def with_scales_of_each_rank(rank, *args):
 
     def alone(self, input):
         pair = torch.stack([input.amax(dim=-1), input.amin(dim=-1)], dim=-1)
-        width = self.quantizer.group_size or 2
+        width = self.group_size or 2
         return torch.cat([input, torch.nn.functional.pad(pair, (0, width - 2))], dim=-1)
 
     linear.QuantizedLinear._with_extremes = alone
     return nll_on(rank, *args)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", CONFIGS)
 def test_tensor_parallelism(held_out, scheme):
     """The teacher, whose groups of 32 can be shared by two ranks, against itself in one process;
     and with activations that each rank quantises by its own part of a token."""
@@ -137,6 +150,39 @@ def test_tensor_parallelism(held_out, scheme):
     if SCHEMES[scheme].activations is not None:
         for _, nll in run_on_ranks(2, with_scales_of_each_rank, *args):
             assert nll != pytest.approx(alone[1], rel=rtol_of(scheme))
+
+
+BY_TORCHTUNE = {
+    "NF4": (with_nf4, ["quantizer.scheme=nf4"], 30, 1e-6),
+    "QAT": (
+        with_fake_quantisation,
+        [
+            "quantizer._component_=torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
+            "quantizer.groupsize=32",
+        ],
+        43,
+        1e-4,
+    ),
+}
+"""torchtune's model -> (what it becomes, our config, quantised layers of 43, tolerance)."""
+
+
+@pytest.mark.parametrize("kind", BY_TORCHTUNE)
+def test_the_number_of_torchtunes_model(held_out, kind):
+    """NF4, and weights that were trained for int4 and are evaluated as they were trained."""
+    change, section, num_layers, rtol = BY_TORCHTUNE[kind]
+    windows = held_out_windows(TEACHER, 6)
+    plain = oracle(in_float64(TEACHER).float(), windows)
+    count, expected = oracle(change(in_float64(TEACHER).float()), windows)
+    assert expected != pytest.approx(plain[1], rel=3 * rtol)
+    options = f"dataset.data_files={held_out}", "protocol.max_seq_len=200", "max_documents=6"
+    options += tuple(section)
+    ready = prepared(TEACHER, (1, 1, 1, 1), *options)
+    assert len(quantized_layers(ready.student.decoder.model)) == num_layers
+    for mesh in ((1, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 1), (1, 1, 2, 1)):
+        size = mesh[1] * mesh[2]
+        for found in run_on_ranks(size, nll_on, TEACHER, mesh, size, options):
+            assert found == (count, pytest.approx(expected, rel=rtol))
 
 
 def test_layers_that_a_group_does_not_divide_are_left_out(run_recipe):
@@ -158,9 +204,14 @@ def test_layers_that_a_group_does_not_divide_are_left_out(run_recipe):
         (["quantizer.scheme=int9"], "quantizer.scheme is 'int9', but it is one of"),
         (
             ["quantizer.scheme=int4_weight_only", "quantizer.group_size=48"],
-            "quantizer.group_size is 48, but no layer can be quantised: 64 input features are no",
+            "with group_size 48, but no layer can be quantised: 64 input features are no multiple",
         ),
         (["quantizer.schema=int8_dynamic"], "unknown config key quantizer.schema"),
+        (
+            ["quantizer.scheme=float8_dynamic", "device=cpu"],
+            "quantizer.scheme is float8_dynamic, which has no kernel on this device: run it on a",
+        ),
+        (["quantizer.scheme=nf4"], "can be quantised: 64 x 64 weights are no multiple of 256"),
     ],
 )
 def test_what_is_refused(run_recipe, args, sentence):
@@ -185,3 +236,21 @@ def test_groups_that_straddle_a_cut_are_refused():
     options = "quantizer.scheme=int4_weight_only", "quantizer.group_size=32", "parallel.tp=2"
     with pytest.raises(UserError, match=r"mlp.w2 has 160 input features in groups of 32, which 2"):
         prepared(STUDENT, (1, 1, 1, 2), *options, "dataset.data_files=unused")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [*CONFIGS, "float8_dynamic"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 2, 1, 1)], ids=["one GPU", "dp_shard=2"])
+def test_on_a_gpu(held_out, mesh, scheme):
+    """In bf16, for which torchao's kernels on CUDA are made; the loop's logits are bf16, too."""
+    require("cuda", mesh[1])
+    windows = held_out_windows(TEACHER, 6)
+    transformers = peer("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.bfloat16).cuda()
+    by_row = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
+    ao.quantize_(model.model.layers, by_row if scheme == "float8_dynamic" else CONFIGS[scheme]())
+    count, expected = oracle(lambda tokens: model(tokens.cuda()).logits.cpu(), windows)
+    options = f"dataset.data_files={held_out}", "protocol.max_seq_len=200", "max_documents=6"
+    args = TEACHER, mesh, mesh[1], (*options, *overrides(scheme), "dtype=bf16")
+    for found in run_on_ranks(mesh[1], nll_on, *args, device="cuda"):
+        assert found == (count, pytest.approx(expected, rel=5e-3))

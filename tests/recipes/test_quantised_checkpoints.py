@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import chunks, in_float64, oracle, peer
+from helpers import held_out_windows, in_float64, oracle, peer
 from meshes import on_mesh, prepared
 from ranks import run_on_ranks
 from torch import nn
@@ -17,7 +17,6 @@ from torchao.quantization.quant_primitives import MappingType
 from torchtune.training import quantization as tune
 
 from ppl_eval import shipped
-from ppl_eval.data import hf_tokenizer
 from ppl_eval.errors import UserError
 
 TEACHER = shipped.embedded_path("tiny_teacher")
@@ -70,11 +69,8 @@ NAMES = (*BY_TORCHAO, "PTQ", "QAT", "NF4")
 
 
 @pytest.fixture(scope="module")
-def windows(held_out):
-    tokenizer = hf_tokenizer(str(TEACHER))
-    texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()[:6]]
-    ids = [tokenizer.encode(text, False, False) for text in texts]
-    return [window for each in ids for window in chunks(each, 200, tokenizer.bos_id)]
+def windows():
+    return held_out_windows(TEACHER, 6)
 
 
 @pytest.fixture(scope="module")
