@@ -1,11 +1,15 @@
 """Memory and disk reads of loading a checkpoint, by ppl_eval and by torchtune's own loader.
 
-    python benchmarks/load_memory.py CHECKPOINT_DIR [--ranks 1 2 4]
+    python benchmarks/load_memory.py CHECKPOINT_DIR [--ranks 1 2 4] [--scheme int4_weight_only]
 
 For each number of ranks and each loader, fresh processes load the folder from a cold page cache
 (through auto_ppl_eval's sections, in fp32). The program prints a Markdown table. "peak above base"
 is the anonymous memory of the largest rank (RssAnon, sampled every 2 ms), less what it had before
 loading. "disk" is the bytes that all ranks read, divided by the size of the files.
+
+With --scheme the weights are quantised: by ppl_eval as they are read; with torchtune's loader by
+``torchao.quantization.quantize_`` on each rank after loading, unsharded, since FSDP2 shards none of
+the results. --pair loads student (quantised) and teacher from the same folder.
 """
 
 import argparse
@@ -27,17 +31,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint_dir")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--scheme", help="as quantizer.scheme in a config")
+    parser.add_argument("--group-size", type=int, default=64, help="for schemes that have groups")
+    parser.add_argument("--pair", action="store_true", help="load a teacher, too")
     args = parser.parse_args()
+    how = args.scheme, args.group_size, args.pair
     files = sorted(Path(args.checkpoint_dir).glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     print(f"{args.checkpoint_dir}: {size / MIB:.0f} MiB in {len(files)} files\n")
     print("| loader | ranks | own shards | largest tensor | peak above base | allowed | disk |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for ranks in args.ranks:
-        for loader in ("ppl_eval", "torchtune"):
+        for loader in ("ppl_eval", "torchtune")[: 1 if args.pair else 2]:
             for file in files:
                 drop_from_cache(file)
-            rows = run(args.checkpoint_dir, loader, ranks)
+            rows = run(args.checkpoint_dir, loader, ranks, how)
             worst = max(rows, key=lambda row: row["peak"] - row["base"])
             shards, largest = worst["shards"], worst["largest"]
             disk = sum(row["disk"] for row in rows) / size
@@ -57,9 +65,9 @@ def drop_from_cache(file: Path) -> None:
     os.close(handle)
 
 
-def run(folder: str, loader: str, ranks: int) -> list[dict[str, Any]]:
+def run(folder: str, loader: str, ranks: int, how: tuple[Any, ...]) -> list[dict[str, Any]]:
     """The measurements of each rank."""
-    return on_ranks(ranks, rank_main, ranks, folder, loader)
+    return on_ranks(ranks, rank_main, ranks, folder, loader, how)
 
 
 def on_ranks(ranks: int, target: Callable[..., None], *args: Any) -> list[dict[str, Any]]:
@@ -82,7 +90,9 @@ def on_ranks(ranks: int, target: Callable[..., None], *args: Any) -> list[dict[s
         return [json.loads(Path(scratch, f"{r}.json").read_text()) for r in range(ranks)]
 
 
-def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str) -> None:
+def rank_main(
+    rank: int, world_size: int, folder: str, loader: str, how: tuple[Any, ...], scratch: str
+) -> None:
     """One rank: build and shard the model, then measure only the loading."""
     import torch
     import torch.distributed as dist
@@ -90,14 +100,11 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     from ppl_eval import compat
 
     compat.quiet()
-    from ppl_eval.checkpoint.checkpoint import Checkpoint
     from ppl_eval.config.command_line import load as load_config
-    from ppl_eval.model.build import build_on_meta
-    from ppl_eval.model.check_names import check_names
-    from ppl_eval.model.load import Target, load
-    from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
+    from ppl_eval.model.prepare import load_models, prepare_model
     from ppl_eval.parallel.dims import ParallelDims
-    from ppl_eval.parallel.shard import shard_decoder
+    from ppl_eval.quantize.linear import quantize
+    from ppl_eval.quantize.schemes import SCHEMES, read_quantizer
 
     torch.set_num_threads(1)
     cfg = load_config(
@@ -106,23 +113,39 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
             "dataset.data_files=unused",
         ]
     )
-    checkpoint = Checkpoint.open(cfg.checkpointer)
-    model = build_on_meta(cfg.model, torch.float32, checkpoint.config)
+    scheme, size, with_teacher = how
+    section = {} if scheme is None else {"scheme": scheme, "group_size": size}
+    if scheme is not None and SCHEMES[scheme].group_size is None:
+        del section["group_size"]
+    quantizers = [read_quantizer(section), *([None] if with_teacher else [])]
+    if loader == "torchtune":
+        quantizers = [None]
+    models = [
+        prepare_model(cfg.model, cfg.checkpointer, torch.float32, quantizer=quantizer)
+        for quantizer in quantizers
+    ]
     if world_size > 1:
         store = f"file://{scratch}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         meshes = ParallelDims(world_size=world_size).build_mesh("cpu")
-        shard_decoder(TorchtuneDecoder(model), meshes.fsdp)
+        for each in models if loader == "ppl_eval" or scheme is None else ():
+            each.shard(meshes)
         dist.barrier()
+    if scheme is not None:  # torchao's first import and call
+        quantize(torch.zeros(64, 64), read_quantizer(section))
+    model = models[0].decoder.model
+    largest = max(t.numel() * 4 for t in models[0].decoder.weights().values())
     base, disk_before = rss_anon(), disk_reads()
     with Peak() as peak:
         if loader == "ppl_eval":
-            check_names(TorchtuneDecoder(model), checkpoint)
-            load(checkpoint, [Target(TorchtuneDecoder(model))], torch.device("cpu"))
+            load_models(models, torch.device("cpu"))
         else:
-            load_with_torchtune(model, checkpoint, sharded=world_size > 1)
-    largest = max(p.numel() * p.element_size() for p in model.parameters())
-    shards = sum(local(p).numel() * p.element_size() for p in model.parameters())
+            is_sharded = world_size > 1 and scheme is None
+            load_with_torchtune(model, models[0].checkpoint, sharded=is_sharded)
+            if scheme is not None:
+                quantize_with_torchao(models[0].decoder.layers, read_quantizer(section))
+    parameters = [p for each in models for p in each.decoder.model.parameters()]
+    shards = sum(num_bytes(p) for p in parameters)
     found = {"base": base, "peak": peak.value, "disk": disk_reads() - disk_before}
     Path(scratch, f"{rank}.json").write_text(
         json.dumps({**found, "largest": largest, "shards": shards})
@@ -130,6 +153,18 @@ def rank_main(rank: int, world_size: int, folder: str, loader: str, scratch: str
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def quantize_with_torchao(layers: Any, quantizer: Any) -> None:
+    """Quantise the layers of a loaded model, one matrix after the other."""
+    from torch import nn
+
+    from ppl_eval.quantize.linear import quantize
+
+    for module in layers.modules():
+        if isinstance(module, nn.Linear):
+            quantised = quantize(module.weight.data, quantizer)
+            module.weight = nn.Parameter(quantised, requires_grad=False)
 
 
 def load_with_torchtune(model: Any, checkpoint: Any, *, sharded: bool) -> None:
@@ -148,9 +183,14 @@ def load_with_torchtune(model: Any, checkpoint: Any, *, sharded: bool) -> None:
         model.load_state_dict(state)
 
 
-def local(parameter: Any) -> Any:
-    """This rank's shard of a DTensor, or the whole of a plain parameter."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+def num_bytes(parameter: Any) -> int:
+    """Bytes of a parameter that lie on this rank."""
+    if hasattr(parameter, "to_local"):
+        parameter = parameter.to_local()
+    if hasattr(parameter, "__tensor_flatten__"):
+        names = parameter.__tensor_flatten__()[0]
+        return sum(num_bytes(getattr(parameter, name)) for name in names)
+    return parameter.numel() * parameter.element_size()
 
 
 class Peak:

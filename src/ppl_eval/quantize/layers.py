@@ -136,8 +136,7 @@ def report(
         group: ranks that may hold different rows; a number is reduced over it.
     """
     layers, quantizer = quantized_layers(model).values(), quantized.quantizer
-    errors = [layer.error_in_steps for layer in layers if layer.error_in_steps >= 0]
-    largest = torch.tensor(max(errors, default=0.0), dtype=torch.float64)
+    largest = torch.tensor(max(layer.error_in_steps for layer in layers), dtype=torch.float64)
     if group is not None and quantizer is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sizes = sorted({layer.group_size for layer in layers if layer.group_size is not None})

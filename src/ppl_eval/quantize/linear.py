@@ -4,7 +4,7 @@ FSDP2 shards the inner tensors of the weight like any other parameters. Each for
 gathered ones together again and calls torchao's kernel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class QuantizedLinear(nn.Module):
         activations: what activations are quantised to; None: they are not.
         split_kind: how tensor parallelism has split W, ``columns`` or ``rows``; None: not.
         tp_group: the ranks that share W then.
-        error_in_steps: largest |dequantised - W| of this rank's rows, in quantisation steps; nan
+        error_in_steps: largest |dequantised - W| of this rank's rows, in quantisation steps; -1
             before loading, and for a quantised checkpoint.
     """
 
@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight_slot = torch.empty_like(linear.weight, device="meta")
         self.quantizer = how if isinstance(how, Quantizer) else None
-        self.error_in_steps = float("nan")
+        self.error_in_steps = -1.0
         self.bias = linear.bias
         self.split_kind: str | None = None
         self.tp_group: dist.ProcessGroup | None = None
@@ -78,11 +78,12 @@ class QuantizedLinear(nn.Module):
         Raises:
             UserError: W holds NaN or infinite numbers, or the kernel is off by more than a step.
         """
-        parts = dict(tensors.leaves(full if self.quantizer is None else self._made(full, device)))
+        made = self.quantizer is not None
+        parts = self._made(full, device) if made else dict(tensors.leaves(full))
         found = {}
         for name, path in self._paths.items():
             part, slot = parts[path], self.get_parameter(name)
-            if self.quantizer is None or not self._by_rows:
+            if not made or not self._by_rows:
                 part = own_part(part.reshape(slot.shape), slot)
             elif part.ndim > 1:  # these are this rank's rows
                 part = own_part(part, slot, 1)
@@ -93,26 +94,37 @@ class QuantizedLinear(nn.Module):
             found[name] = as_shard(part, slot)
         return found
 
-    def _made(self, full: torch.Tensor, device: torch.device) -> Any:
-        """W quantised: the rows that this rank keeps, or all if they depend on each other."""
-        slot = self.get_parameter(next(iter(self._paths)))
+    def _made(self, full: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+        """Inner tensors, by path, of the rows of W that this rank keeps; or of all rows, if they
+        depend on each other."""
+        if not self._by_rows:
+            return dict(tensors.leaves(self._checked(full.to(device, self.weight_slot.dtype))))
         # whole rows: a scale is that of the row, also where tp cuts it
-        rows = own_part(full, slot, 0) if self._by_rows else full
-        rows = rows.to(device, self.weight_slot.dtype)
+        rows = own_part(full, self.get_parameter(next(iter(self._paths))), 0)
+        blocks = [dict(tensors.leaves(self._checked(some))) for some in self._some(rows, device)]
+        if not blocks:
+            return {path: leaf[:0] for path, leaf in tensors.leaves(self._template)}
+        return {path: torch.cat([block[path] for block in blocks]) for path in blocks[0]}
+
+    def _some(self, rows: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+        """Some rows at a time, in the model's dtype: what quantises them needs several copies."""
+        for start in range(0, len(rows), step := max(1, _AT_ONCE // self.in_features)):
+            yield rows[start : start + step].to(device, self.weight_slot.dtype)
+
+    def _checked(self, rows: torch.Tensor) -> Any:
+        """Rows of W quantised, if the result is not off by more than a step."""
         assert self.quantizer is not None
-        if not len(rows):
-            empty = {p: leaf[:0].to(device) for p, leaf in tensors.leaves(self._template)}
-            return tensors.rebuilt(self._template, empty)
         if not rows.isfinite().all():
             raise UserError(_NOT_FINITE)
         quantised = quantize(rows, self.quantizer)
-        self.error_in_steps = tensors.error_in_steps(quantised, rows)
+        error = tensors.error_in_steps(quantised, rows)
+        self.error_in_steps = max(error, self.error_in_steps)
         # half a step of rounding, half for kernels whose range is not symmetric, and the rounding
         # of up to 127 steps in the model's dtype
-        if self.error_in_steps > 1 + 127 * torch.finfo(rows.dtype).eps / 2:
+        if error > 1 + 127 * torch.finfo(rows.dtype).eps / 2:
             raise UserError(
                 f"quantizer.scheme {self.quantizer.scheme}: torchao's weight is up to"
-                f" {self.error_in_steps:.1f} quantisation steps from the checkpoint's, and one is"
+                f" {error:.1f} quantisation steps from the checkpoint's, and one is"
                 f" the most: this torchao cannot do it in {rows.dtype}; try dtype=fp32"
             )
         return quantised
@@ -189,6 +201,9 @@ class QuantizedLinear(nn.Module):
         width = 1 if path.endswith(("scale", "zero_point")) else self.group_size or 2
         return F.pad(part, (0, width), value=float(is_scale))
 
+
+_AT_ONCE = 2**20
+"""Weights that are quantised at a time (4 MiB in fp32)."""
 
 _NOT_FINITE = "it holds NaN or infinite numbers"
 

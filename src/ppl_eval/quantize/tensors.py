@@ -228,15 +228,15 @@ def error_in_steps(quantised: Any, weight: torch.Tensor) -> float:
         quantised: torchao's tensor.
         weight: what it was made of [out, in].
     """
-    wide, kind = weight.double(), number_type(quantised)
+    wide, kind = weight.float(), number_type(quantised)
     groups = wide.unflatten(1, (-1, group_size(quantised) or weight.shape[1]))
     largest = groups.abs().amax(dim=2, keepdim=True)
-    step = (largest.clamp(min=1e-300) / _LARGEST[kind]).expand_as(groups).flatten(1)
+    step = (largest.clamp(min=1e-30) / _LARGEST[kind]).expand_as(groups).flatten(1)
     if kind == "float8_e4m3fn":  # three bits after the first, down to 2 ** -9
         step = step * torch.exp2((wide / step).abs().clamp(min=2.0**-6).log2().floor() - 3)
     if kind == "nf4":  # the scale of a block is a number of 8 bits, too
         step += 2 * (largest - largest.mean()).abs().max() / 255
-    return float(((dequantized(quantised).double() - wide).abs() / step).max())
+    return float(((dequantized(quantised).float() - wide).abs() / step).max())
 
 
 _LARGEST = {"int8": 127, "int4": 7, "float8_e4m3fn": 448, "nf4": 1 / 0.3039}
