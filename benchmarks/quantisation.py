@@ -108,7 +108,8 @@ def print_costs(shared: list[str], folder: str, sections: dict[str, list[str]]) 
             f" | {fidelity['perplexity_ratio']:.5f} ({low:.5f} to {high:.5f})"
             f" | {fidelity['kl_teacher_student_nats']:.1e} | {fidelity['top1_agreement']:.2%}"
             f" | {made['quantized_linear_layers']} of {made['linear_layers']}"
-            f" | {made['bytes_after'] / 2**20:,.1f} | {alone['performance']['tokens_per_s']:,.0f} |",
+            f" | {made['bytes_after'] / 2**20:,.1f}"
+            f" | {alone['performance']['tokens_per_s']:,.0f} |",
             flush=True,
         )
 
