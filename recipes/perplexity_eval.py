@@ -124,7 +124,7 @@ class PerplexityEvalRecipe:
             bar.close()
         peak = process_group.peak_memory_gib(self.device)
         self.peak_memory_gib = peak if cfg.log_peak_memory_stats else None
-        self.quantization = self.prepared.student.quantization()
+        self.quantization = [model.quantization() for model in self.prepared.models]
         self.tokens = None if records is None else records.gather(self.readers[0].groups.loss)
 
     def cleanup(self) -> None:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import held_out_windows, in_float64, oracle, peer
+from helpers import compared, held_out_windows, in_float64, oracle, peer
 from meshes import on_mesh, prepared
 from ranks import require, run_on_ranks
 from safetensors.torch import load_file
@@ -15,6 +15,7 @@ from torchao.dtypes.nf4tensor import to_nf4
 from torchtune.training import quantization as tune
 
 from ppl_eval import cli, shipped
+from ppl_eval.checkpoint import tensor_files
 from ppl_eval.errors import UserError
 from ppl_eval.quantize import linear
 from ppl_eval.quantize.linear import quantized_layers
@@ -122,6 +123,31 @@ def test_the_same_number_from_shards(expected, held_out, mesh, scheme):
     for count, nll in run_on_ranks(size, nll_on, STUDENT, mesh, size, options):
         assert count == expected[scheme][0]
         assert nll == pytest.approx(expected[scheme][1], rel=rtol_of(scheme))
+
+
+def fidelity_on(rank, folder, mesh, world_size, options):
+    opened, real = [], tensor_files._safe_open
+    tensor_files._safe_open = lambda path: opened.append(path) or real(path)
+    found = on_mesh(folder, mesh, world_size, *options, f"teacher_checkpoint_dir={folder}")
+    return found.summary.total.sums, len(opened)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 2, 1, 1)], ids=["one process", "dp_shard=2"])
+def test_the_teacher_of_the_same_folder(mesh):
+    """KL says what quantisation costs. Headers are read for each model, weights once."""
+    models = [
+        peer("transformers").AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32)
+        for _ in range(2)
+    ]
+    ao.quantize_(models[0].model.layers, CONFIGS["int4_weight_only"]())
+    pair = [lambda tokens, model=model: model(tokens).logits for model in models]
+    expected = compared(*pair, held_out_windows(STUDENT, 8))
+    options = "protocol.max_seq_len=200", "max_documents=8", *overrides("int4_weight_only")
+    options += (f"dataset.data_files={shipped.embedded_path('tiny_text')}/heldout.jsonl",)
+    for found, num_opened in run_on_ranks(mesh[1], fidelity_on, STUDENT, mesh, mesh[1], options):
+        for name in ("kl_teacher_student", "js"):
+            assert found[name] == pytest.approx(float(expected[name].sum()), rel=1e-4)
+        assert num_opened == 3
 
 
 def with_scales_of_each_rank(rank, *args):

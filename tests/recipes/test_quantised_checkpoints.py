@@ -119,14 +119,19 @@ def test_the_number_of_a_plain_loop(run_recipe, saved, held_out, name):
     num_layers = 5 * 6 if name == "NF4" else 7 * 6 + with_head  # k and v are too small for NF4
     assert found["quantized_linear_layers"] == num_layers
     assert set(found["left_out"]) == (set() if with_head else {"not quantised in the checkpoint"})
-    assert found["scheme"] == "quantised in the checkpoint"
-    assert found["largest_error_in_steps"] is None
-    assert "quantised in the checkpoint" in " ".join(out.split())
+    assert found["scheme"] is found["largest_error_in_steps"] is None
+    assert "quantised in the checkpoint: weights" in " ".join(out.split())
+    assert (found["activations"] == "int8") == (name in RTOL)
 
 
 def nll_on(rank, folder, mesh, world_size, options):
     result = on_mesh(folder, mesh, world_size, *options)
     return result.summary.total.num_scored, result.summary.total.nll_nats_sum
+
+
+def test_a_folder_with_such_a_file_alone(saved, held_out):
+    with pytest.raises(UserError, match=r"if model.pt is torchtune's, set .*TuneCheckpointer"):
+        prepared(saved["int4"][0], (1, 1, 1, 1), f"dataset.data_files={held_out}")
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ mistakes = {
     "another epsilon": (["model.norm_eps=0.1"], "rms_norm_eps 1e-05, but .* builds 0.1"),
     "quantised weights": (
         rewrite(lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})),
-        "model.norm.weight is I8 in the checkpoint: weights that are quantised are not evaluated",
+        "model.norm.weight is int8 in the checkpoint: weights that are quantised are not evaluated",
     ),
     "no checkpoint": (["checkpointer.checkpoint_dir=null"], "path is None|checkpoint_dir is None"),
     "a checkpoint that is a number": (["checkpointer.checkpoint_dir=5"], "checkpoint_dir is 5"),

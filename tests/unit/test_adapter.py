@@ -449,7 +449,7 @@ def change(key, function):
             "peft",
             change(f"{Q}.lora_A.weight", lambda t: t.to(torch.int8)),
             {},
-            "q_proj.lora_A.weight is I8 in .* quantised adapters",
+            "q_proj.lora_A.weight is int8 in .* quantised adapters",
         ),
         (
             "tune",

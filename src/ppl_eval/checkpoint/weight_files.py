@@ -100,6 +100,12 @@ def find_weight_files(folder: str | Path) -> list[str]:
     advice = f"did you mean checkpoint_dir={newest}?"
     if newest is None:
         advice = "name other files by checkpointer.checkpoint_files"
+        others = [path.name for path in sorted(folder.glob("*.pt"))]
+        if others:
+            advice = (
+                f"if {others[0]} is torchtune's, set checkpointer.checkpoint_files=[{others[0]}]"
+                " checkpointer._component_=torchtune.training.FullModelTorchTuneCheckpointer"
+            )
     raise UserError(
         f"{folder} has no weights: neither {' nor '.join((*_INDEXES, *_PATTERNS))}; {advice}"
     )

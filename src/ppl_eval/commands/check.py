@@ -47,7 +47,10 @@ def _model(prepared: PreparedModel, dims: ParallelDims, dtype: str) -> str:
     decoder, quantized = prepared.decoder, prepared.quantized
     num_parameters = sum(slot.numel() for slot in decoder.weights().values())
     num_bytes = sum(p.numel() * p.element_size() for p in decoder.model.parameters())
-    kept_in = dtype if quantized is None else f"{dtype} and {quantized.scheme}"
+    kept_in = dtype
+    if quantized is not None:
+        scheme = None if quantized.quantizer is None else quantized.quantizer.scheme
+        kept_in = f"{dtype} and {scheme or 'the quantised weights of the checkpoint'}"
     return (
         f"{prepared.component}, {num_parameters:,} parameters, {_size(num_bytes)} in {kept_in}"
         f" ({_size(bytes_of_rank(decoder, dims))} on each of {dims.world_size})"

@@ -43,6 +43,11 @@ class Preflight:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def models(self) -> list[PreparedModel]:
+        """The student, and the teacher if there is one."""
+        return [self.student] if self.teacher is None else [self.student, self.teacher]
+
 
 def prepare(
     cfg: EvalConfig,

@@ -35,11 +35,6 @@ class Quantized:
     bytes_after: int
     left_out: Mapping[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def scheme(self) -> str:
-        """The quantizer's scheme."""
-        return "quantised in the checkpoint" if self.quantizer is None else self.quantizer.scheme
-
 
 def quantize_layers(decoder: Decoder, quantizer: Quantizer, device_type: str) -> Quantized:
     """Replace the linear layers of a decoder on the meta device by quantised ones, in place.
@@ -141,7 +136,7 @@ def report(
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sizes = sorted({layer.group_size for layer in layers if layer.group_size is not None})
     return {
-        "scheme": quantized.scheme,
+        "scheme": None if quantizer is None else quantizer.scheme,
         "weights": _only(layer.number_type for layer in layers),
         "activations": _only(layer.activations for layer in layers if layer.activations) or None,
         "group_size": sizes[0] if len(sizes) == 1 else sizes or None,

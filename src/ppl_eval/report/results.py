@@ -78,7 +78,7 @@ def run_info(
     fingerprints: Mapping[str, str],
     seconds: Mapping[str, float],
     peak_memory_gib: float | None,
-    quantization: Mapping[str, Any] | None,
+    quantization: Sequence[Mapping[str, Any] | None],
     device: torch.device,
 ) -> RunInfo:
     """The info of a run by config.
@@ -90,12 +90,11 @@ def run_info(
         fingerprints: name -> hash of what the number depends on.
         seconds: phase of the run -> how long it took.
         peak_memory_gib: the largest of any rank; None where it is not wanted.
-        quantization: what was quantised; None for an unquantised model.
+        quantization: what was quantised of each model; None for an unquantised one.
         device: where this rank computed.
     """
     ranks = Ranks.from_env()
     teacher, about_teacher = prepared.teacher, None
-    models = [prepared.student] if teacher is None else [prepared.student, teacher]
     if teacher is not None:
         about_teacher = {
             "model": teacher.component,
@@ -103,6 +102,7 @@ def run_info(
             "checkpoint_dtype": teacher.checkpoint_dtype,
             "dtype": cfg.teacher_dtype or cfg.dtype,
             "mesh": _mesh(teacher_dims(cfg, dims)),
+            "quantization": quantization[1],
         }
     return RunInfo(
         prepared.tokenizer,
@@ -117,14 +117,14 @@ def run_info(
             "checkpoint_dtype": prepared.student.checkpoint_dtype,
         },
         seconds=dict(seconds),
-        num_ids=tuple(each.decoder.num_ids for each in models),
+        num_ids=tuple(each.decoder.num_ids for each in prepared.models),
         notes=prepared.notes,
         warnings=prepared.warnings,
         command=environment.command(sys.argv, ranks.world_size, ranks.local_world_size),
         config=cfg,
         peak_memory_gib=peak_memory_gib,
         teacher=about_teacher,
-        quantization=quantization,
+        quantization=quantization[0],
         bootstrap=cfg.bootstrap,
     )
 

@@ -62,7 +62,9 @@ def _quantised(found: Mapping[str, Any]) -> str:
     size = "" if found["group_size"] is None else f", groups of {found['group_size']}"
     layers = f"{found['quantized_linear_layers']} of {found['linear_layers']} linear layers"
     before, after = (found[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
-    text = f"{found['scheme']}{size}: {layers}, {before:,.1f} to {after:,.1f} MiB"
+    activations = "" if found["activations"] is None else f", activations {found['activations']}"
+    scheme = found["scheme"] or f"in the checkpoint: weights {found['weights']}{activations}"
+    text = f"{scheme}{size}; {layers}, {before:,.1f} to {after:,.1f} MiB"
     error = found["largest_error_in_steps"]
     return text if error is None else f"{text}, at most {kept(f'{error:.2f} steps')} off"
 
@@ -70,6 +72,8 @@ def _quantised(found: Mapping[str, Any]) -> str:
 def _teacher(teacher: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     named = f"{teacher['model']} {teacher['checkpoint_dir'] or ''}".rstrip()
     about = kept(f"{teacher['dtype']} (checkpoint {teacher['checkpoint_dtype']})")
+    if teacher["quantization"] is not None:
+        about += f", quantised {_quantised(teacher['quantization'])}"
     if teacher["mesh"] != environment["mesh"]:
         about += f" on {teacher['mesh']['description']}"
     return f"{named}, {about}"
