@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torchao import quantization as ao
 from torchao.dtypes.nf4tensor import to_nf4
+from torchao.quantization.quantize_.workflows import Int4PackingFormat
 from torchtune.training import quantization as tune
 
 from ppl_eval import cli, shipped
@@ -273,8 +274,12 @@ def test_on_a_gpu(held_out, mesh, scheme):
     windows = held_out_windows(TEACHER, 6)
     transformers = peer("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.bfloat16).cuda()
-    by_row = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
-    ao.quantize_(model.model.layers, by_row if scheme == "float8_dynamic" else CONFIGS[scheme]())
+    tiles = Int4PackingFormat.TILE_PACKED_TO_4D
+    of_cuda = {
+        "float8_dynamic": ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+        "int4_weight_only": ao.Int4WeightOnlyConfig(32, int4_packing_format=tiles),
+    }
+    ao.quantize_(model.model.layers, of_cuda.get(scheme) or CONFIGS[scheme]())
     count, expected = oracle(lambda tokens: model(tokens.cuda()).logits.cpu(), windows)
     options = f"dataset.data_files={held_out}", "protocol.max_seq_len=200", "max_documents=6"
     args = TEACHER, mesh, mesh[1], (*options, *overrides(scheme), "dtype=bf16")

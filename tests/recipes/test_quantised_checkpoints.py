@@ -178,16 +178,31 @@ def folders(tmp_path_factory):
     return found
 
 
+def on_meshes(folder, held_out, kind, expected):
+    options = f"dataset.data_files={held_out}", "protocol.max_seq_len=200", "max_documents=6"
+    for mesh in ((1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)):
+        size = mesh[1] * mesh[3]
+        for count, nll in run_on_ranks(size, nll_on, folder, mesh, size, options):
+            assert (count, nll) == (expected[0], pytest.approx(expected[1], rel=rtol_of(kind)))
+
+
 @pytest.mark.parametrize("kind", ["int4", "8da4w", "float8"])
 def test_a_folder_of_transformers(folders, windows, held_out, kind):
     model = peer("transformers").AutoModelForCausalLM.from_pretrained(folders[kind])
     expected = oracle(lambda tokens: model(tokens).logits, windows)
-    options = f"dataset.data_files={held_out}", "protocol.max_seq_len=200", "max_documents=6"
-    for mesh in ((1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)):
-        size = mesh[1] * mesh[3]
-        for count, nll in run_on_ranks(size, nll_on, folders[kind], mesh, size, options):
-            assert count == expected[0]
-            assert nll == pytest.approx(expected[1], rel=rtol_of(kind))
+    on_meshes(folders[kind], held_out, kind, expected)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8 dynamic"])
+def test_a_pickle_of_transformers(tmp_path, windows, held_out, kind):
+    """torchao writes these classes into no safetensors."""
+    model = peer("transformers").AutoModelForCausalLM.from_pretrained(TEACHER)
+    ao.quantize_(model.model.layers, BY_TORCHAO[kind]())
+    expected = oracle(lambda tokens: model(tokens).logits, windows)
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TEACHER / file, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    on_meshes(tmp_path, held_out, kind, expected)
 
 
 def test_config_json_that_promises_quantised_weights(tmp_path):

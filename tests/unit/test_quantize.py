@@ -7,7 +7,7 @@ from torchao import quantization as ao
 from torchao.dtypes.nf4tensor import linear_nf4, to_nf4
 
 from ppl_eval.errors import UserError
-from ppl_eval.quantize import linear
+from ppl_eval.quantize import linear, tensors
 from ppl_eval.quantize.linear import QuantizedLinear, quantize
 from ppl_eval.quantize.schemes import SCHEMES, read_quantizer
 
@@ -57,6 +57,29 @@ def test_the_bits_of_torchao(scheme, dtype):
     assert torch.equal(ours(x), plain(x))
     assert not torch.equal(ours(x), before)
     assert 0.4 < ours.error_in_steps < 1.5
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "size", "tiled"),
+    [
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.float32, 64, False),
+        ("cuda", torch.bfloat16, 16, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ],
+)
+def test_the_kernel_of_int4(monkeypatch, device_type, dtype, size, tiled):
+    """torchao packs tiles on the meta device, but computes with them on CUDA only."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    section = {"scheme": "int4_weight_only", "group_size": size}
+    quantizer = tensors.for_device(read_quantizer(section), dtype, device_type)
+    slot = nn.Linear(128, 96, device="meta", dtype=dtype)
+    quantised = QuantizedLinear(slot, quantizer)
+    kernel = "Int4TilePackedTo4dTensor" if tiled else "IntxUnpackedToInt8Tensor"
+    assert (quantised.kernel, quantised.group_size) == (kernel, size)
+    if tiled:
+        with pytest.raises(UserError, match="w1 is quantised to int4 by Int4TilePackedTo4dTensor"):
+            quantised.check_split("columns", 2, "w1", "parallel.tp")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -47,7 +47,7 @@ def quantize_layers(decoder: Decoder, quantizer: Quantizer, device_type: str) ->
             kernel for the scheme.
     """
     dtype = next(decoder.model.parameters()).dtype
-    tensors.check_device(quantizer.scheme, dtype, device_type)
+    quantizer = tensors.for_device(quantizer, dtype, device_type)
     in_layers = {id(module) for layer in decoder.layers for module in layer.modules()}
 
     def how(name: str, linear: nn.Linear) -> Quantizer | str:

@@ -217,12 +217,18 @@ def quantize(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     """A weight [out, in] as torchao's tensor, as ``torchao.quantization.quantize_`` makes it."""
     from torchao import quantization as ao
     from torchao.dtypes.nf4tensor import to_nf4
+    from torchao.quantization.quantize_.workflows import Int4PackingFormat
 
     size, int4 = quantizer.group_size or 0, getattr(torch, "int4")  # noqa: B009 (not in its stubs)
     if quantizer.scheme == "nf4":
         return to_nf4(weight.contiguous(), block_size=size)
     if quantizer.scheme == "float8_dynamic":
         return _float8_dynamic(weight)
+    if quantizer.tiled:
+        tiles = ao.Int4WeightOnlyConfig(
+            size, int4_packing_format=Int4PackingFormat.TILE_PACKED_TO_4D
+        )
+        return _as_quantize(weight, tiles)
     config = {
         # version 2 is several steps off in bf16
         "int8_weight_only": lambda: ao.Int8WeightOnlyConfig(version=1),
@@ -237,6 +243,12 @@ def quantize(weight: torch.Tensor, quantizer: Quantizer) -> Any:
         ),
         "float8_weight_only": lambda: ao.Float8WeightOnlyConfig(),
     }[quantizer.scheme]()
+    return _as_quantize(weight, config)
+
+
+def _as_quantize(weight: torch.Tensor, config: Any) -> Any:
+    from torchao import quantization as ao
+
     layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     ao.quantize_(layer, config)
@@ -264,6 +276,6 @@ def _template(slot: torch.Tensor, how: Quantizer | torch.Tensor) -> Any:
     other."""
     if not isinstance(how, Quantizer):
         return how
-    if how.scheme == "nf4":
+    if how.scheme == "nf4" or how.tiled:
         return quantize(torch.empty_like(slot, device="meta"), how)
     return quantize(torch.zeros(1, slot.shape[1], dtype=slot.dtype), how)

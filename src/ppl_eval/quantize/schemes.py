@@ -55,6 +55,7 @@ class Quantizer:
         group_size: input features that share a scale, None for all of an output feature.
         head: whether an untied head is quantised, too.
         fp32_scales: whether scales are fp32 in a bf16 model, too.
+        tiled: whether int4 is packed for torchao's kernel on CUDA, with zero points.
         notes: what was decided for the user, one sentence each.
     """
 
@@ -62,6 +63,7 @@ class Quantizer:
     group_size: int | None
     head: bool = False
     fp32_scales: bool = False
+    tiled: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -104,8 +106,8 @@ def read_quantizer(section: Mapping[str, Any]) -> Quantizer | None:
         " quantised, too, as torchtune does it"
     )
     if name == "int4_weight_only":
-        note += ", but the integers are symmetric around 0 here"
-    return Quantizer(name, size, True, "QAT" in of_torchtune, (note,))
+        note += ", but on a CPU the integers are symmetric around 0"
+    return Quantizer(name, size, head=True, fp32_scales="QAT" in of_torchtune, notes=(note,))
 
 
 def _of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ppl_eval.errors import UserError
 from ppl_eval.quantize.schemes import Quantizer
 
-_WHOLE = ("NF4Tensor",)
+_WHOLE = ("NF4Tensor", "Int4TilePackedTo4dTensor")
 """Classes whose inner tensors have no row for each output feature."""
 
 _BY_ROWS = (
@@ -70,7 +70,9 @@ def rebuilt(
         is_inner = hasattr(value, "__tensor_flatten__")
         inner[name] = rebuilt(value, parts, dtype, f"{path}.") if is_inner else parts[path]
     some = next(iter(parts.values()))
-    shape = next((t.shape for p, t in parts.items() if p.endswith(_NUMBERS)), template.shape)
+    shape = template.shape
+    if type(template).__name__ not in _WHOLE:
+        shape = next(leaf.shape for path, leaf in parts.items() if path.endswith(_NUMBERS))
 
     def changed(value: Any) -> Any:  # torchao keeps shape, dtype, and the block of a whole row
         if value == template.dtype and isinstance(value, torch.dtype):
@@ -102,8 +104,9 @@ def by_rows(tensor: torch.Tensor) -> bool:
 
 def group_size(tensor: Any) -> int | None:
     """Input features that share a scale; None if all of an output feature do."""
-    if hasattr(tensor, "scaler_block_size"):
-        return tensor.block_size
+    if type(tensor).__name__ in _WHOLE:
+        block = tensor.block_size
+        return block if isinstance(block, int) else block[-1]
     scale = next(leaf for path, leaf in leaves(tensor) if path.endswith("scale"))
     groups = scale.shape[1] if scale.ndim > 1 else 1
     return None if groups == 1 else tensor.shape[1] // groups
@@ -129,7 +132,7 @@ def kernel(tensor: Any) -> str:
 def number_type(tensor: Any) -> str:
     """What the numbers are kept in, such as ``int4``."""
     if type(tensor).__name__ in _WHOLE:
-        return "nf4"
+        return "nf4" if hasattr(tensor, "nf4") else "int4"
     target = getattr(tensor, "target_dtype", None)
     inner = getattr(tensor, "original_weight_tensor", tensor)
     if target is None and getattr(inner, "quant_min", None) == -8:
@@ -144,7 +147,10 @@ def dequantized(tensor: Any) -> torch.Tensor:
     inner = getattr(tensor, "original_weight_tensor", tensor)
     if hasattr(inner, "get_original_weight"):
         return inner.get_original_weight()
-    return inner.dequantize()
+    if not hasattr(inner, "qdata") or hasattr(inner, "dequantize"):
+        return inner.dequantize()
+    identity = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
+    return F.linear(identity, inner).T
 
 
 def check_evaluated(tensor: Any, name: str, device_type: str) -> None:
@@ -161,7 +167,7 @@ def check_evaluated(tensor: Any, name: str, device_type: str) -> None:
     parts = (tensor, getattr(tensor, "original_weight_tensor", tensor))
     impl = type(getattr(parts[-1], "tensor_impl", None)).__name__
     classes = [type(part).__name__ for part in parts]
-    known = (*_BY_ROWS, *_WHOLE)
+    known = (*_BY_ROWS, "NF4Tensor")
     layouts = ("NoneType", "PlainAQTTensorImpl", "QDQTensorImpl", "Float8AQTTensorImpl")
     if not all(each in known for each in classes) or impl not in layouts:
         raise UserError(
@@ -208,6 +214,23 @@ def check_device(scheme: str, dtype: torch.dtype, device_type: str) -> None:
         raise UserError(f"quantizer.scheme is {scheme}, whose kernel needs dtype=bf16")
 
 
+def for_device(quantizer: Quantizer, dtype: torch.dtype, device_type: str) -> Quantizer:
+    """The quantizer with torchao's kernel of the device: int4 by tiles for bf16 on CUDA.
+
+    Raises:
+        UserError: see :func:`check_device`.
+    """
+    check_device(quantizer.scheme, dtype, device_type)
+    tiled = (
+        quantizer.scheme == "int4_weight_only"
+        and quantizer.group_size in (32, 64, 128, 256)
+        and device_type == "cuda"
+        and dtype == torch.bfloat16
+        and torch.cuda.get_device_capability() >= (8, 0)
+    )
+    return replace(quantizer, tiled=tiled)
+
+
 def why_not(weight: torch.Tensor, quantizer: Quantizer) -> str | None:
     """Why a weight [out, in] cannot be quantised; None if it can."""
     (rows, features), size = weight.shape, quantizer.group_size
@@ -245,6 +268,6 @@ _LARGEST = {"int8": 127, "int4": 7, "float8_e4m3fn": 448, "nf4": 1 / 0.3039}
 
 def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
     """``x W^T + bias`` by torchao's kernel."""
-    if type(weight).__name__ in _WHOLE:
+    if hasattr(weight, "nf4"):
         return F.linear(x, dequantized(weight).to(x.dtype), bias)
     return F.linear(x, weight, bias)
