@@ -4,6 +4,9 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torchao import quantization as ao
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
 pytest.importorskip("transformers")
 import families
@@ -27,6 +30,34 @@ def test_a_family_equals_transformers(name, tmp_path):
     assert document < 1e-6
     assert token < 1e-4
     assert perplexity > 1000  # sharp, and nothing like the 521 of a model that knows nothing
+
+
+@pytest.mark.parametrize("how", ["by the quantizer", "in the checkpoint"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama3_2 (tied, scaled rope)", "qwen2_5 (biases, untied)", "gemma", GEMMA2, "phi3", MISTRAL],
+)
+def test_a_quantised_family_equals_transformers(name, how, tmp_path, monkeypatch):
+    """Weights that torchtune's conversion permutes or splits, a scale to each row."""
+    write = families.write
+
+    def write_quantised(name, folder):
+        model = write(name, folder)
+        ao.quantize_(model.model.layers, ao.Float8WeightOnlyConfig())
+        if how == "in the checkpoint":
+            tensors, metadata = flatten_tensor_state_dict(model.state_dict())
+            if model.config.tie_word_embeddings:
+                tensors.pop("lm_head.weight")
+            save_file(tensors, folder / "model.safetensors", metadata)
+        return model
+
+    plain = families.compare(name, tmp_path)
+    monkeypatch.setattr(families, "write", write_quantised)
+    overrides = ["quantizer.scheme=float8_weight_only"] if how == "by the quantizer" else []
+    document, token, perplexity = families.compare(name, tmp_path, overrides)
+    assert document < 1e-6
+    assert token < 1e-4
+    assert perplexity != pytest.approx(plain[2], rel=1e-4)
 
 
 @pytest.mark.parametrize(
