@@ -4,7 +4,7 @@ FSDP2 shards the inner tensors of the weight like any other parameters. Each for
 gathered ones together again and calls torchao's kernel.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,42 +78,34 @@ class QuantizedLinear(nn.Module):
         Raises:
             UserError: W holds NaN or infinite numbers, or the kernel is off by more than a step.
         """
-        made = self.quantizer is not None
-        parts = self._made(full, device) if made else dict(tensors.leaves(full))
-        found = {}
-        for name, path in self._paths.items():
-            part, slot = parts[path], self.get_parameter(name)
-            if not made or not self._by_rows:
-                part = own_part(part.reshape(slot.shape), slot)
-            elif part.ndim > 1:  # these are this rank's rows
-                part = own_part(part, slot, 1)
-            # FSDP2 needs a last stride of 1, also where contiguous() does not
-            part = torch.empty(part.shape, dtype=slot.dtype, device=device).copy_(part)
-            if part.is_floating_point() and not part.to(torch.float32).isfinite().all():
+        slots = {path: self.get_parameter(name) for name, path in self._paths.items()}
+        own = {
+            path: torch.empty(local_part(slot).shape, dtype=slot.dtype, device=device)
+            for path, slot in slots.items()
+        }
+        if self.quantizer is not None and self._by_rows:
+            # whole rows: a scale is that of the row, also where tp cuts it
+            rows = own_part(full, next(iter(slots.values())), 0)
+            step = max(1, _AT_ONCE // self.in_features)
+            for start in range(0, len(rows), step):
+                some = self._checked(rows[start : start + step].to(device))
+                for path, part in tensors.leaves(some):
+                    cut = own_part(part, slots[path], 1) if part.ndim > 1 else part
+                    own[path][start : start + step] = cut
+        else:
+            if self.quantizer is not None:
+                full = self._checked(full.to(device))
+            for path, part in tensors.leaves(full):
+                own[path].copy_(own_part(part.reshape(slots[path].shape), slots[path]))
+        for part in own.values():
+            if part.is_floating_point() and not part.float().isfinite().all():
                 raise UserError(_NOT_FINITE)
-            found[name] = as_shard(part, slot)
-        return found
-
-    def _made(self, full: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
-        """Inner tensors, by path, of the rows of W that this rank keeps; or of all rows, if they
-        depend on each other."""
-        if not self._by_rows:
-            return dict(tensors.leaves(self._checked(full.to(device, self.weight_slot.dtype))))
-        # whole rows: a scale is that of the row, also where tp cuts it
-        rows = own_part(full, self.get_parameter(next(iter(self._paths))), 0)
-        blocks = [dict(tensors.leaves(self._checked(some))) for some in self._some(rows, device)]
-        if not blocks:
-            return {path: leaf[:0] for path, leaf in tensors.leaves(self._template)}
-        return {path: torch.cat([block[path] for block in blocks]) for path in blocks[0]}
-
-    def _some(self, rows: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
-        """Some rows at a time, in the model's dtype: what quantises them needs several copies."""
-        for start in range(0, len(rows), step := max(1, _AT_ONCE // self.in_features)):
-            yield rows[start : start + step].to(device, self.weight_slot.dtype)
+        return {name: as_shard(own[path], slots[path]) for name, path in self._paths.items()}
 
     def _checked(self, rows: torch.Tensor) -> Any:
         """Rows of W quantised, if the result is not off by more than a step."""
         assert self.quantizer is not None
+        rows = rows.to(self.weight_slot.dtype)
         if not rows.isfinite().all():
             raise UserError(_NOT_FINITE)
         quantised = quantize(rows, self.quantizer)
@@ -202,8 +194,8 @@ class QuantizedLinear(nn.Module):
         return F.pad(part, (0, width), value=float(is_scale))
 
 
-_AT_ONCE = 2**20
-"""Weights that are quantised at a time (4 MiB in fp32)."""
+_AT_ONCE = 2**18
+"""Weights that are quantised at a time (1 MiB in fp32); several copies of them exist."""
 
 _NOT_FINITE = "it holds NaN or infinite numbers"
 
