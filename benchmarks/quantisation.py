@@ -6,6 +6,7 @@
 
 `meshes` prints the relative difference of each mesh's NLL from that of a plain loop over
 transformers' model that torchao has quantised (NF4: from one process), or why the mesh is refused.
+"loop, nudged" is the loop against itself, with the embedding multiplied by 1 + 1e-7.
 `costs` has each scheme beside the unquantised model, which is the teacher; run it on an idle
 machine. All is in fp32 on CPUs; key=value goes to every run. On the embedded teacher:
 
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--meshes", nargs="+", default=["dp_shard=2", "dp_shard=4", "cp=2", "tp=3"])
+    parser.add_argument("--meshes", nargs="*", default=["dp_shard=2", "dp_shard=4", "cp=2", "tp=3"])
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     args = parser.parse_args()
     shared = [f"checkpoint_dir={args.checkpoint_dir}", f"dataset.data_files={args.text}"]
@@ -67,14 +68,16 @@ def print_meshes(
     shared: list[str], folder: str, sections: dict[str, list[str]], meshes: list[str]
 ) -> None:
     """A row for each scheme, a column for each mesh."""
-    print(f"| scheme | one process | {' | '.join(meshes)} |")
-    print(f"| {' | '.join(['---'] * (2 + len(meshes)))} |", flush=True)
+    print(f"| scheme | loop, nudged | one process | {' | '.join(meshes)} |")
+    print(f"| {' | '.join(['---'] * (3 + len(meshes)))} |", flush=True)
     for scheme, section in sections.items():
         found = [run([*shared, *section], mesh) for mesh in ("", *meshes)]
-        expected, first = math.nan, found[0]
+        expected, nudged, first = math.nan, None, found[0]
         if not isinstance(first, str):
             expected = plain_nll(folder, scheme, first) or first["metrics"]["nll_nats_sum"]
-        cells = [
+            nudged = plain_nll(folder, scheme, first, 1 + 1e-7)
+        cells = ["" if nudged is None else f"{nudged / expected - 1:+.1e}"]
+        cells += [
             each
             if isinstance(each, str)
             else f"{each['metrics']['nll_nats_sum'] / expected - 1:+.1e}"
@@ -135,10 +138,11 @@ def run(overrides: list[str], mesh: str = "") -> dict[str, Any] | str:
         return json.loads(Path(folder, "out/results.json").read_text())
 
 
-def plain_nll(folder: str, scheme: str, content: dict[str, Any]) -> float | None:
+def plain_nll(folder: str, scheme: str, content: dict[str, Any], factor: float = 1) -> float | None:
     """NLL of a run's windows, one by one, by a model that shares no code with ppl_eval's.
 
-    The windows are read from the run's config; their tokens are the tokenizer's own.
+    The windows are read from the run's config; their tokens are the tokenizer's own. The embedding
+    is multiplied by ``factor``.
     """
     import torch
     import torch.nn.functional as F
@@ -161,6 +165,8 @@ def plain_nll(folder: str, scheme: str, content: dict[str, Any]) -> float | None
     if config is None:
         return None
     ao.quantize_(model.model.layers, config())
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(factor)
     tokenizer, protocol = AutoTokenizer.from_pretrained(folder), content["protocol"]
     bos = [] if protocol["bos_id"] is None else [protocol["bos_id"]]
     step = protocol["max_seq_len"] - len(bos)
