@@ -163,12 +163,16 @@ def with_scales_of_each_rank(rank, *args):
     return nll_on(rank, *args)
 
 
-@pytest.mark.parametrize("scheme", CONFIGS)
-def test_tensor_parallelism(held_out, scheme):
-    """The teacher, whose groups of 32 can be shared by two ranks, against itself in one process;
-    and with activations that each rank quantises by its own part of a token."""
+@pytest.mark.parametrize(
+    ("scheme", "size"), [*((scheme, None) for scheme in CONFIGS), *((s, 64) for s in GROUPS)]
+)
+def test_tensor_parallelism(held_out, scheme, size):
+    """The teacher, whose groups of 32 and of 64 (one for each rank) can be shared by two ranks,
+    against itself in one process; and with activations that each rank quantises by its own part of
+    a token."""
     options = f"dataset.data_files={held_out}", "protocol.max_seq_len=200", "max_documents=8"
     options += tuple(overrides(scheme))
+    options += () if size is None else (f"quantizer.group_size={size}",)
     (alone,) = run_on_ranks(1, nll_on, TEACHER, (1, 1, 1, 1), 1, options)
     args = TEACHER, (1, 1, 1, 2), 2, options
     for count, nll in run_on_ranks(2, nll_on, *args):

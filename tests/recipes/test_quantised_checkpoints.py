@@ -18,6 +18,7 @@ from torchtune.training import quantization as tune
 
 from ppl_eval import shipped
 from ppl_eval.errors import UserError
+from ppl_eval.quantize import linear
 
 TEACHER = shipped.embedded_path("tiny_teacher")
 INT4 = {"weight_dtype": torch.int4, "weight_granularity": ao.PerGroup(32)}
@@ -256,28 +257,91 @@ def test_code_in_a_file_does_not_run(saved, held_out, tmp_path, capsys):
     assert "it ran" not in capsys.readouterr().out
 
 
+def per_tensor(model):
+    ao.quantize_(model.layers, ao.Int8WeightOnlyConfig(version=2, granularity=ao.PerTensor()))
+
+
+def per_batch(model):
+    config = ao.Int8DynamicActivationInt8WeightConfig(version=2, granularity=ao.PerTensor())
+    ao.quantize_(model.layers, config)
+
+
+def packed(model):
+    ao.quantize_(model.layers, ao.UIntXWeightOnlyConfig(dtype=torch.uint4, group_size=32))
+
+
+def with_float8_activations(model):
+    for module in model.layers.modules():
+        if isinstance(module, nn.Linear):
+            weight = linear._float8_dynamic(module.weight.data)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def with_its_embedding(model):
+    config = ao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=ao.PerGroup(32))
+    ao.quantize_(model, config, lambda module, _: isinstance(module, nn.Embedding))
+
+
 @pytest.mark.parametrize(
-    ("config", "sentence"),
+    ("change", "sentence"),
     [
-        (lambda: ao.Int8WeightOnlyConfig(version=2, granularity=ao.PerTensor()), None),
+        (per_batch, "not known to take a scale for each"),
+        (packed, "weights_only=True"),
+        (with_float8_activations, "multiplies in float8, which has no kernel on a CPU"),
         (
-            lambda: ao.Int8DynamicActivationInt8WeightConfig(version=2, granularity=ao.PerTensor()),
-            "not known to take a scale for each",
+            with_its_embedding,
+            "tok_embeddings.weight is quantised .*, but of these only weights of linear",
         ),
-        (lambda: ao.UIntXWeightOnlyConfig(dtype=torch.uint4, group_size=32), "weights_only"),
     ],
 )
-def test_classes_that_are_refused(tmp_path, held_out, windows, config, sentence):
+def test_classes_that_are_refused(tmp_path, held_out, change, sentence):
     shutil.copytree(TEACHER, tmp_path / "model")
-    model = in_float64(TEACHER).float()
-    ao.quantize_(model.layers, config())
+    change(model := in_float64(TEACHER).float())
     torch.save(model.state_dict(), tmp_path / "model/model.pt")
-    options = tmp_path / "model", (1, 1, 1, 1), *overrides(held_out)
-    if sentence is not None:
-        with pytest.raises(UserError, match=sentence):
-            prepared(*options)
-        return
+    with pytest.raises(UserError, match=sentence):
+        prepared(tmp_path / "model", (1, 1, 1, 1), *overrides(held_out), "device=cpu")
+
+
+def test_a_scale_of_a_whole_weight(tmp_path, held_out, windows):
+    """It has no rows, but FSDP2 can shard it."""
+    shutil.copytree(TEACHER, tmp_path / "model")
+    per_tensor(model := in_float64(TEACHER).float())
+    torch.save(model.state_dict(), tmp_path / "model/model.pt")
     expected = oracle(model, windows)
     args = tmp_path / "model", (1, 2, 1, 1), 2, overrides(held_out)
     for count, nll in run_on_ranks(2, nll_on, *args):
         assert (count, nll) == (expected[0], pytest.approx(expected[1], rel=1e-6))
+
+
+def plainly_dequantised(weight):
+    """(integers - zero points) * scales, in fp32."""
+    weight = getattr(weight, "tensor_impl", weight)
+    found = (getattr(weight, name, None) for name in ("qdata", "int_data", "float8_data"))
+    numbers = next(each for each in found if each is not None).float()
+    scale, zero = weight.scale.float(), getattr(weight, "zero_point", None)
+    groups = numbers.unflatten(1, (scale.numel() // len(numbers), -1))
+    if zero is not None:
+        groups = groups - zero.float().reshape(len(numbers), -1, 1)
+    return (groups * scale.reshape(len(numbers), -1, 1)).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "int8 v2", "int4", "int4 asymmetric", "int4 v1", "float8"]
+)
+def test_bf16_weights_in_an_fp32_run(tmp_path, windows, held_out, name):
+    """Integers and scales stay as they are stored; products are in the run's dtype."""
+    model = in_float64(TEACHER).float()
+    layers = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    for module in layers:
+        module.bfloat16()
+    ao.quantize_(model.layers, BY_TORCHAO[name]())
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TEACHER / file, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for module in layers:
+        module.weight = nn.Parameter(plainly_dequantised(module.weight), requires_grad=False)
+    count, expected = oracle(model, windows)
+    for size in (1, 2):
+        args = tmp_path, (1, 1, 1, size), size, overrides(held_out)
+        for found in run_on_ranks(size, nll_on, *args):
+            assert found == (count, pytest.approx(expected, rel=1e-6))

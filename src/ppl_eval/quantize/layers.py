@@ -84,8 +84,8 @@ def take_quantized(
         owner = name.rpartition(".")[0]
         if name in weights and not isinstance(decoder.model.get_submodule(owner), nn.Linear):
             raise UserError(
-                f"{name} is a {tensors.kernel(tensor)} in the checkpoint, but of quantised weights"
-                " only those of linear layers are evaluated"
+                f"{name} is quantised in the checkpoint ({tensors.kernel(tensor)}), but of these"
+                " only weights of linear layers are evaluated"
             )
         tensors.check_evaluated(tensor, name, device_type)
 

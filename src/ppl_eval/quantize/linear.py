@@ -187,7 +187,7 @@ class QuantizedLinear(nn.Module):
 
     def _padded(self, path: str, part: torch.Tensor) -> torch.Tensor:
         """An inner tensor with zero weights for the features of :meth:`_with_extremes`."""
-        if part.ndim < 2 or part.shape[1] == 1:
+        if part.ndim < 2 or (self.group_size is None and part.shape[1] == 1):
             return part
         is_scale = path.endswith("scale")
         width = 1 if path.endswith(("scale", "zero_point")) else self.group_size or 2

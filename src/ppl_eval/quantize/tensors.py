@@ -171,8 +171,8 @@ def check_evaluated(tensor: Any, name: str, device_type: str) -> None:
     layouts = ("NoneType", "PlainAQTTensorImpl", "QDQTensorImpl", "Float8AQTTensorImpl")
     if not all(each in known for each in classes) or impl not in layouts:
         raise UserError(
-            f"{name} is a {kernel(tensor)} of torchao, whose kernel is not evaluated: quantise the"
-            " full-precision checkpoint by quantizer.scheme instead"
+            f"{name} is of torchao's class {kernel(tensor)}, whose kernel is not evaluated:"
+            " quantise the full-precision checkpoint by quantizer.scheme instead"
         )
     settings = getattr(tensor, "act_quant_kwargs", None)
     function = getattr(tensor, "input_quant_func", None)
