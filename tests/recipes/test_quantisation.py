@@ -2,9 +2,11 @@
 quantised: in fp32, on the embedded student, with groups of 32."""
 
 import json
+import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dist_checkpoint
 from helpers import compared, held_out_windows, in_float64, oracle, peer
 from meshes import on_mesh, prepared
 from ranks import require, run_on_ranks
@@ -149,6 +151,22 @@ def test_the_teacher_of_the_same_folder(mesh):
         for name in ("kl_teacher_student", "js"):
             assert found[name] == pytest.approx(float(expected[name].sum()), rel=1e-4)
         assert num_opened == 3
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 2, 1, 1)], ids=["one process", "dp_shard=2"])
+def test_a_distributed_checkpoint(tmp_path, expected, held_out, mesh):
+    state = in_float64(STUDENT).float().state_dict()
+    dist_checkpoint.save({"model": state}, checkpoint_id=tmp_path, no_dist=True)
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(STUDENT / file, tmp_path)
+    options = f"dataset.data_files={held_out}", "protocol.max_seq_len=200"
+    options += f"max_documents={DOCUMENTS}", *overrides("int4_weight_only")
+    options += ("checkpointer._component_=torchtune.training.DistributedCheckpointer",)
+    for found in run_on_ranks(mesh[1], nll_on, tmp_path, mesh, mesh[1], options):
+        assert found == (
+            expected["int4_weight_only"][0],
+            pytest.approx(expected["int4_weight_only"][1], rel=1e-5),
+        )
 
 
 def with_scales_of_each_rank(rank, *args):

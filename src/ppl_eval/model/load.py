@@ -1,7 +1,7 @@
 """Weights into a sharded model, tensor by tensor: each rank reads and keeps its own shards."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ppl_eval import compat
 from ppl_eval.adapter.merge import Adapter
 from ppl_eval.checkpoint.checkpoint import Checkpoint
-from ppl_eval.checkpoint.tensor_files import DistributedSource, FileSource, StateSource
+from ppl_eval.checkpoint.tensor_files import DistributedSource
 from ppl_eval.decoder import Decoder
 from ppl_eval.errors import UserError
 from ppl_eval.model.check_names import EMBEDDING, HEAD
@@ -61,11 +61,11 @@ def load(
     source, readings = checkpoint.source, [_Reading(target, device) for target in targets]
     if isinstance(source, DistributedSource):
         for reading in readings:
-            shards = _read_shards(source, checkpoint, reading.slots, device, reading.adapter)
+            shards = _read_shards(source, checkpoint, reading)
             for stored_name, name, full in _converted(shards, checkpoint, show_progress):
                 reading.take(stored_name, name, full)
     else:
-        for stored_name, name, full in _converted(source, checkpoint, show_progress):
+        for stored_name, name, full in _converted(source.tensors(), checkpoint, show_progress):
             for reading in readings:
                 reading.take(stored_name, name, full)
     for reading in readings:
@@ -78,7 +78,7 @@ class _Reading:
     def __init__(self, target: Target, device: torch.device) -> None:
         self.model, self.adapter, self.device = target.decoder.model, target.adapter, device
         self.slots = target.decoder.weights()
-        self._quantized = {f"{n}.weight": m for n, m in quantized_layers(self.model).items()}
+        self.quantized = {f"{n}.weight": m for n, m in quantized_layers(self.model).items()}
         self._shards: dict[str, torch.Tensor] = {}
         self._tied_copy: torch.Tensor | None = None
 
@@ -99,7 +99,7 @@ class _Reading:
         if self.adapter is not None:
             _refuse_other_copy(full, name, slots[name], self.adapter)
             found = self.adapter.shards(full, name, slots, self.device)
-        if name in self._quantized:
+        if name in self.quantized:
             self._quantize(stored_name, name, full if found is None else found[name])
             return
         found = found or {name: own_shard(full, slots[name], self.device)}
@@ -112,7 +112,7 @@ class _Reading:
 
     def _quantize(self, stored_name: str, name: str, whole: torch.Tensor) -> None:
         try:
-            shards = self._quantized[name].shards(whole, self.device)
+            shards = self.quantized[name].shards(whole, self.device)
         except UserError as error:
             raise UserError(f"{stored_name}: {error}") from error
         layer = name.removesuffix("weight")
@@ -138,9 +138,9 @@ class _Reading:
 
 
 def _converted(
-    source: FileSource | StateSource, checkpoint: Checkpoint, show_progress: bool
+    tensors: Iterable[tuple[str, torch.Tensor]], checkpoint: Checkpoint, show_progress: bool
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(the checkpoint's name, torchtune's name, tensor) of all tensors, in the files' order."""
+    """(the checkpoint's name, torchtune's name, tensor) of all tensors, in their order."""
     stored = checkpoint.source.stored
     bar = tqdm(
         total=sum(tensor.num_bytes for tensor in stored.values()),
@@ -151,21 +151,20 @@ def _converted(
         disable=not (show_progress and sys.stderr.isatty()),
     )
     with bar:
-        for stored_name, tensor in source.tensors():
+        for stored_name, tensor in tensors:
             for name, full in (checkpoint.names.convert(stored_name, tensor) or {}).items():
                 yield stored_name, name, full
             bar.update(stored[stored_name].num_bytes)
 
 
 def _read_shards(
-    source: DistributedSource,
-    checkpoint: Checkpoint,
-    slots: Mapping[str, torch.Tensor],
-    device: torch.device,
-    adapter: Adapter | None,
-) -> StateSource:
-    """This rank's shards of a distributed checkpoint, whose metadata says where they lie."""
+    source: DistributedSource, checkpoint: Checkpoint, reading: _Reading
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's shards of a distributed checkpoint, whose metadata says where they lie: all at
+    once, but one after the other whole, those that will be quantised."""
+    slots, adapter = reading.slots, reading.adapter
     shards: dict[str, torch.Tensor] = {}
+    alone: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for stored_name, stored in source.stored.items():
         for name in checkpoint.names.convert(stored_name, torch.empty(0, device="meta")) or {}:
             slot = slots.get(EMBEDDING if name == HEAD and HEAD not in slots else name)
@@ -175,10 +174,18 @@ def _read_shards(
             adapted = adapter is not None and adapter.update_of(name) is not None
             dtype = stored.dtype if adapted else slot.dtype
             assert isinstance(dtype, torch.dtype)
-            part = torch.empty(local_part(slot).shape, dtype=dtype, device=device)
+            if name in reading.quantized:
+                alone[stored_name] = stored.shape, dtype
+                continue
+            part = torch.empty(local_part(slot).shape, dtype=dtype, device=reading.device)
             shards[stored_name] = as_shard(part, slot)
     source.read_into(shards)
-    return StateSource(shards)
+    while shards:
+        yield shards.popitem()
+    for stored_name, (shape, dtype) in alone.items():
+        whole = torch.empty(shape, dtype=dtype, device=reading.device)
+        source.read_into({stored_name: whole})
+        yield stored_name, whole
 
 
 def _refuse_other_copy(full: torch.Tensor, name: str, slot: torch.Tensor, adapter: Adapter) -> None:
