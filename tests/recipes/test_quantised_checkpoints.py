@@ -10,6 +10,8 @@ import torch
 from helpers import held_out_windows, in_float64, oracle, peer
 from meshes import on_mesh, prepared
 from ranks import run_on_ranks
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torchao import quantization as ao
 from torchao.dtypes.nf4tensor import to_nf4
@@ -211,7 +213,9 @@ def test_config_json_that_promises_quantised_weights(tmp_path):
     file = tmp_path / "model/config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "torchao"}}
     file.write_text(json.dumps(config))
-    with pytest.raises(UserError, match="has quantization_config of torchao, but no weight is"):
+    with pytest.raises(
+        UserError, match="has quantization_config of torchao, but the files name no"
+    ):
         prepared(tmp_path / "model", (1, 1, 1, 1), "dataset.data_files=unused")
 
 
@@ -345,3 +349,67 @@ def test_bf16_weights_in_an_fp32_run(tmp_path, windows, held_out, name):
         args = tmp_path, (1, 1, 1, size), size, overrides(held_out)
         for found in run_on_ranks(size, nll_on, *args):
             assert found == (count, pytest.approx(expected, rel=1e-6))
+
+
+def rewritten(folder, tmp_path, change):
+    """A copy of a folder with one safetensors file, whose tensors and metadata are changed."""
+    copied = shutil.copytree(TEACHER, tmp_path / "model")
+    tensors, metadata = {}, {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            metadata |= file.metadata()
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(tensors, metadata)
+    save_file(tensors, copied / "model.safetensors", metadata)
+    shutil.copy(folder / "config.json", copied)
+    return copied
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def without_metadata(tensors, metadata):
+    metadata.clear()
+
+
+def without_a_part(tensors, metadata):
+    del tensors[f"{Q_PROJ}._weight_scale"]
+
+
+def with_other_blocks(tensors, metadata):
+    metadata[f"{Q_PROJ}.weight"] = metadata[f"{Q_PROJ}.weight"].replace("[1, 32]", "[1, 64]")
+
+
+def with_a_plain_copy(tensors, metadata):
+    tensors[f"{Q_PROJ}.weight"] = torch.zeros(128, 128)
+
+
+def of_an_unknown_class(tensors, metadata):
+    about = metadata[f"{Q_PROJ}.weight"].replace("IntxUnpackedToInt8Tensor", "Int3Tensor")
+    metadata[f"{Q_PROJ}.weight"] = about
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (without_metadata, "the metadata of the safetensors is lost"),
+        (without_a_part, "are not evaluated"),
+        (with_other_blocks, "q_proj.weight cannot be put together from .*Expected scale to have"),
+        (with_a_plain_copy, "q_proj.weight is in the checkpoint twice, plain and quantised"),
+        (of_an_unknown_class, "q_proj.weight cannot be put together .*Unsupported tensor type"),
+    ],
+)
+def test_safetensors_that_contradict_themselves(folders, tmp_path, change, sentence):
+    folder = rewritten(folders["int4"], tmp_path, change)
+    with pytest.raises(UserError, match=sentence):
+        prepared(folder, (1, 1, 1, 1), f"dataset.data_files={TEACHER}")
+
+
+def test_int8_weights_that_are_no_qat(saved, tmp_path, held_out):
+    """Scales and zeros beside int8 weights of more than four bits."""
+    folder = shutil.copytree(saved["QAT"][0], tmp_path / "model")
+    state = torch.load(folder / "model.pt", weights_only=True)
+    state["layers.0.mlp.w1.weight"][3, 4] = 100
+    torch.save(state, folder / "model.pt")
+    with pytest.raises(AssertionError, match="beyond int4 .* torchtune's QAT does not write"):
+        run_on_ranks(1, nll_on, folder, (1, 1, 1, 1), 1, overrides(held_out))

@@ -59,22 +59,33 @@ def find_joints(
     Args:
         shapes: every tensor of the checkpoint by its name, on the meta device.
         metadata: of its safetensors files.
+
+    Raises:
+        UserError: a weight is there as a plain tensor, too.
     """
     found = {}
     for name, about in metadata.items():
         prefix, _, last = name.rpartition(".")
-        if about.startswith("{") and f'"_type": "{torch.Tensor.__name__}"' not in about:
-            names = _names_of_parts(about)
-            found[name] = Joint(name, [f"{prefix}._{last}_{part}" for part in names], about)
+        parts = [f"{prefix}._{last}_{part}" for part in _names_of_parts(about)]
+        if parts:
+            found[name] = Joint(name, parts, about)
     for name, tensor in shapes.items():
         layer = name.removesuffix("weight")
         parts = [name, f"{layer}scales", f"{layer}zeros"]
         if name.endswith(".weight") and tensor.dtype == torch.int8 and shapes.keys() >= set(parts):
             found[name] = Joint(name, parts)
-    return {name: joint for name, joint in found.items() if shapes.keys() >= set(joint.parts)}
+    found = {name: joint for name, joint in found.items() if shapes.keys() >= set(joint.parts)}
+    for name, joint in found.items():
+        if name in shapes and name not in joint.parts:
+            raise UserError(
+                f"{name} is in the checkpoint twice, plain and quantised"
+                f" ({', '.join(joint.parts)}): write it anew from one of them"
+            )
+    return found
 
 
 def _names_of_parts(about: str) -> list[str]:
+    """Names of a weight's inner tensors by its metadata; none for a plain tensor."""
     try:
         content: Any = json.loads(about)
     except json.JSONDecodeError:
@@ -89,6 +100,8 @@ def _of_qat(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) ->
 
     if scales.ndim != 2 or scales.shape != zeros.shape or len(scales) != len(numbers):
         raise ValueError(f"scales of {tuple(scales.shape)} and zeros of {tuple(zeros.shape)}")
+    if not numbers.is_meta and ((numbers < -8) | (numbers > 7)).any():
+        raise ValueError("numbers beyond int4 (-8 to 7), which torchtune's QAT does not write")
     size = numbers.shape[1] // scales.shape[1]
     return IntxUnpackedToInt8Tensor(
         numbers,

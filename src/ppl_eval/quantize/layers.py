@@ -79,9 +79,14 @@ def take_quantized(
         UserError: a parameter that is no weight of a linear layer is quantised, or by a class
             that is not evaluated; a layer has an unmerged adapter.
     """
-    weights = dict(decoder.weights())
+    weights, tied = decoder.weights(), "output.weight"
     for name, tensor in stored.items():
         owner = name.rpartition(".")[0]
+        if name == tied and tied not in weights:
+            raise UserError(
+                f"{tied} is quantised in the checkpoint, but the model ties its head to the"
+                " embedding, which is not: use an untied builder (or tie_word_embeddings: false)"
+            )
         if name in weights and not isinstance(decoder.model.get_submodule(owner), nn.Linear):
             raise UserError(
                 f"{name} is quantised in the checkpoint ({tensors.kernel(tensor)}), but of these"

@@ -236,6 +236,8 @@ def why_not(weight: torch.Tensor, quantizer: Quantizer) -> str | None:
     (rows, features), size = weight.shape, quantizer.group_size
     if size is not None and features % size:
         return f"{features} input features are no multiple of {size}"
+    if quantizer.scheme == "int8_dynamic" and features <= 16:
+        return f"{features} input features are no more than 16"
     if quantizer.scheme == "nf4" and rows * features % (256 * (size or 1)):
         return f"{rows} x {features} weights are no multiple of 256 blocks of {size}"
     if quantizer.scheme == "float8_dynamic" and (rows % 16 or features % 16):
