@@ -7,8 +7,8 @@
 `meshes` prints the relative difference of each mesh's NLL from that of a plain loop over
 transformers' model that torchao has quantised (NF4: from one process), or why the mesh is refused.
 "loop, nudged" is the loop against itself, with the embedding multiplied by 1 + 1e-7.
-`costs` has each scheme beside the unquantised model, which is the teacher; run it on an idle
-machine. All is in fp32 on CPUs; key=value goes to every run. On the embedded teacher:
+`costs` has each scheme beside the unquantised model, which is the teacher; tokens/s are those of
+the quantised model alone, on the first document, so run it on an idle machine. All is in fp32 on CPUs; key=value goes to every run. On the embedded teacher:
 
     python benchmarks/quantisation.py meshes $(ppl-eval where tiny_teacher) \\
         $(ppl-eval where tiny_text)/heldout.jsonl max_documents=20 --group-size 32 --meshes tp=2
@@ -90,16 +90,17 @@ def print_costs(shared: list[str], folder: str, sections: dict[str, list[str]]) 
     """A row for each scheme that runs on this device."""
     print("| scheme | perplexity | ratio (95 %) | KL, nats | top-1 | layers | MiB | tokens/s |")
     print(f"| {' | '.join(['---'] * 8)} |")
-    plain = run(shared)
+    plain, alone = run(shared), run([*shared, "max_documents=1"])
     assert not isinstance(plain, str), plain
+    assert not isinstance(alone, str), alone
     print(
         f"| none | {plain['metrics']['token_perplexity']:.4f} | 1 | 0 | 100 % | |"
         f" {sum(plain['weights']['parameters'].values()) * 4 / 2**20:,.1f} |"
-        f" {plain['performance']['tokens_per_s']:,.0f} |",
+        f" {alone['performance']['tokens_per_s']:,.0f} |",
         flush=True,
     )
     for scheme, section in sections.items():
-        alone = run([*shared, *section])
+        alone = run([*shared, *section, "max_documents=1"])
         if isinstance(alone, str):
             continue
         pair = run([*shared, *section, f"teacher_checkpoint_dir={folder}"])

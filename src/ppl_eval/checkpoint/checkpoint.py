@@ -120,9 +120,9 @@ class Checkpoint:
                 found |= self.names.convert(name, stored.quantized) or {}
         if self.config.is_quantized and not found:
             raise UserError(
-                f"{self.folder}/config.json has quantization_config of torchao, but the files name no"
-                " weight as quantised: if the weights are dequantised, remove it; else the metadata"
-                " of the safetensors is lost"
+                f"{self.folder}/config.json has quantization_config of torchao, but the files name"
+                " no weight as quantised: if the weights are dequantised, remove it; else the"
+                " metadata of the safetensors is lost"
             )
         return found
 
