@@ -8,7 +8,8 @@
 transformers' model that torchao has quantised (NF4: from one process), or why the mesh is refused.
 "loop, nudged" is the loop against itself, with the embedding multiplied by 1 + 1e-7.
 `costs` has each scheme beside the unquantised model, which is the teacher; tokens/s are those of
-the quantised model alone, on the first document, so run it on an idle machine. All is in fp32 on CPUs; key=value goes to every run. On the embedded teacher:
+the quantised model alone, on the first document, so run it on an idle machine. All is in fp32 on
+CPUs; key=value goes to every run. On the embedded teacher:
 
     python benchmarks/quantisation.py meshes $(ppl-eval where tiny_teacher) \\
         $(ppl-eval where tiny_text)/heldout.jsonl max_documents=20 --group-size 32 --meshes tp=2
