@@ -132,7 +132,7 @@ def rank_main(
             each.shard(meshes)
         dist.barrier()
     if scheme is not None:  # torchao's first import and call
-        quantize(torch.zeros(64, 64), read_quantizer(section))
+        quantize(torch.zeros(256, 64), read_quantizer(section))
     model = models[0].decoder.model
     largest = max(t.numel() * 4 for t in models[0].decoder.weights().values())
     base, disk_before = rss_anon(), disk_reads()
