@@ -6,7 +6,8 @@
 
 `meshes` prints the relative difference of each mesh's NLL from that of a plain loop over
 transformers' model that torchao has quantised (NF4: from one process), or why the mesh is refused.
-"loop, nudged" is the loop against itself, with the embedding multiplied by 1 + 1e-7.
+"a window" is how far one window of the loop moves (root mean square, relative) if the embedding is
+multiplied by 1 + 1e-7: n windows together move by this over the root of n.
 `costs` has each scheme beside the unquantised model, which is the teacher; tokens/s are those of
 the quantised model alone, on the first document, so run it on an idle machine. All is in fp32 on
 CPUs; key=value goes to every run. On the embedded teacher:
@@ -69,15 +70,18 @@ def print_meshes(
     shared: list[str], folder: str, sections: dict[str, list[str]], meshes: list[str]
 ) -> None:
     """A row for each scheme, a column for each mesh."""
-    print(f"| scheme | loop, nudged | one process | {' | '.join(meshes)} |")
+    print(f"| scheme | a window | one process | {' | '.join(meshes)} |")
     print(f"| {' | '.join(['---'] * (3 + len(meshes)))} |", flush=True)
     for scheme, section in sections.items():
         found = [run([*shared, *section], mesh) for mesh in ("", *meshes)]
-        expected, nudged, first = math.nan, None, found[0]
+        expected, noise, first = math.nan, "", found[0]
         if not isinstance(first, str):
-            expected = plain_nll(folder, scheme, first) or first["metrics"]["nll_nats_sum"]
+            loop = plain_nll(folder, scheme, first)
+            expected = math.fsum(loop) or first["metrics"]["nll_nats_sum"]
             nudged = plain_nll(folder, scheme, first, 1 + 1e-7)
-        cells = ["" if nudged is None else f"{nudged / expected - 1:+.1e}"]
+            moved = [(b / a - 1) ** 2 for a, b in zip(loop, nudged, strict=True)]
+            noise = f"{math.sqrt(math.fsum(moved) / len(moved)):.0e}" if moved else ""
+        cells = [noise]
         cells += [
             each
             if isinstance(each, str)
@@ -140,11 +144,11 @@ def run(overrides: list[str], mesh: str = "") -> dict[str, Any] | str:
         return json.loads(Path(folder, "out/results.json").read_text())
 
 
-def plain_nll(folder: str, scheme: str, content: dict[str, Any], factor: float = 1) -> float | None:
-    """NLL of a run's windows, one by one, by a model that shares no code with ppl_eval's.
+def plain_nll(folder: str, scheme: str, content: dict[str, Any], factor: float = 1) -> list[float]:
+    """NLL of each window of a run, by a model that shares no code with ppl_eval's.
 
     The windows are read from the run's config; their tokens are the tokenizer's own. The embedding
-    is multiplied by ``factor``.
+    is multiplied by ``factor``. Empty for a scheme that transformers' model cannot have.
     """
     import torch
     import torch.nn.functional as F
@@ -165,7 +169,7 @@ def plain_nll(folder: str, scheme: str, content: dict[str, Any], factor: float =
         "float8_weight_only": lambda: ao.Float8WeightOnlyConfig(),
     }.get(scheme)
     if config is None:
-        return None
+        return []
     ao.quantize_(model.model.layers, config())
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(factor)
@@ -183,7 +187,7 @@ def plain_nll(folder: str, scheme: str, content: dict[str, Any], factor: float =
                 count += window.shape[1] - 1
                 parts.append(F.cross_entropy(logits, window[0, 1:], reduction="sum").item())
     assert count == content["counts"]["scored_tokens"], "the loop reads other windows"
-    return math.fsum(parts)
+    return parts
 
 
 if __name__ == "__main__":
