@@ -26,7 +26,7 @@ class Quantized:
         num_linear: linear layers of the model, the head included.
         bytes_before: bytes of all parameters in the model's dtype.
         bytes_after: bytes of all parameters as they are kept.
-        left_out: reason -> names of the linear layers that keep their dtype.
+        left_out: reason -> names of the embedding and of linear layers, which keep their dtype.
     """
 
     quantizer: Quantizer | None
@@ -57,7 +57,7 @@ def quantize_layers(decoder: Decoder, quantizer: Quantizer, device_type: str) ->
 
     found = _replace(decoder, how, quantizer)
     if not quantized_layers(decoder.model):
-        reasons = "; ".join(reason for reason in found.left_out if reason != "head")
+        reasons = "; ".join(r for r in found.left_out if r not in ("embedding", "head"))
         raise UserError(
             f"quantizer is {quantizer.scheme} with group_size {quantizer.group_size}, but no layer"
             f" can be quantised: {reasons}"
@@ -110,7 +110,8 @@ def _replace(
     """Quantise each linear layer as ``how`` says, or keep it for the reason that it gives."""
     model, before = decoder.model, _num_bytes(decoder.model)
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    left_out: dict[str, list[str]] = {}
+    names = [name for name, m in model.named_modules() if m is decoder.embedding]
+    left_out = {"embedding": names}
     for name, module in linear.items():
         found = how(name, module)
         if isinstance(found, str):
