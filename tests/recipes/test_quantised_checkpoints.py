@@ -292,7 +292,7 @@ def with_its_embedding(model):
     [
         (per_batch, "not known to take a scale for each"),
         (packed, "weights_only=True"),
-        (with_float8_activations, "multiplies in float8, which has no kernel on a CPU"),
+        (with_float8_activations, "multiplies in float8, which has no kernel on this device"),
         (
             with_its_embedding,
             "tok_embeddings.weight is quantised .*, but of these only weights of linear",
@@ -388,6 +388,18 @@ def with_a_plain_copy(tensors, metadata):
 def of_an_unknown_class(tensors, metadata):
     about = metadata[f"{Q_PROJ}.weight"].replace("IntxUnpackedToInt8Tensor", "Int3Tensor")
     metadata[f"{Q_PROJ}.weight"] = about
+
+
+def test_scales_of_half_the_rows(folders, tmp_path):
+    """torchao's Float8Tensor would read them as scales of two rows each."""
+    name = f"{Q_PROJ}._weight_scale"
+    folder = rewritten(
+        folders["float8"],
+        tmp_path,
+        lambda tensors, _: tensors.update({name: tensors[name][::2].clone()}),
+    )
+    with pytest.raises(UserError, match=r"has scales of shape \(64, 1\), but its blocks of \(1, 1"):
+        prepared(folder, (1, 1, 1, 1), f"dataset.data_files={TEACHER}")
 
 
 @pytest.mark.parametrize(

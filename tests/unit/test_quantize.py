@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from helpers import sharp_llama
 from torch import nn
 from torchao import quantization as ao
 from torchao.dtypes.nf4tensor import linear_nf4, to_nf4
 
 from ppl_eval.errors import UserError
+from ppl_eval.model.torchtune_decoder import TorchtuneDecoder
 from ppl_eval.quantize import linear, tensors
+from ppl_eval.quantize.layers import quantize_layers
 from ppl_eval.quantize.linear import QuantizedLinear, quantize
 from ppl_eval.quantize.schemes import SCHEMES, read_quantizer
+from ppl_eval.score.head import Head
 
 CONFIGS = {
     "int8_weight_only": lambda: ao.Int8WeightOnlyConfig(),
@@ -92,6 +96,57 @@ def test_nf4(dtype):
     assert 0.3 < ours.error_in_steps < 1
 
 
+def test_one_block_of_nf4_in_a_row():
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 256).requires_grad_(False)
+    slot = nn.Linear(64, 256, device="meta")
+    quantised = QuantizedLinear(slot, read_quantizer({"scheme": "nf4"}))
+    found = quantised.shards(plain.weight, torch.device("cpu"))
+    assert found.keys() >= {"quantized_data", "quantized_scalers"}
+    assert 0.3 < quantised.error_in_steps < 1
+
+
+def test_a_row_of_zeros():
+    """torchao's float8 makes it NaN; the checkpoint is right."""
+    plain = layer()
+    plain.weight[3] = 0
+    with pytest.raises(UserError, match=r"cannot hold it in torch.float32, as where all weights"):
+        loaded(plain, "float8_weight_only")
+    assert loaded(plain, "int8_weight_only")(torch.ones(1, 128)).isfinite().all()
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("kind", ["subclass", "hook"])
+def test_layers_that_compute_more_are_refused(kind):
+    model = sharp_llama()
+    mlp = model.layers[1].mlp
+    if kind == "hook":
+        mlp.w1.register_forward_hook(lambda *_: None)
+    else:
+        mlp.w1 = Doubled(64, 128, bias=False)
+    with pytest.raises(UserError, match=r"layers.1.mlp.w1 is a .* may compute more than a product"):
+        quantize_layers(TorchtuneDecoder(model.to("meta")), quantizer_of("int8_dynamic"), "cpu")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_multiplies_in_fp32(bias):
+    """Also of a bf16 model: its weight is not rounded to bf16 before."""
+    plain = layer(dtype=torch.bfloat16)
+    ours = loaded(plain, "int8_weight_only")
+    ours.bias = ours.bias if bias else None
+    ours.bias = None if ours.bias is None else nn.Parameter(torch.zeros_like(ours.bias), False)
+    head, x = Head.of(ours, None, fp32=True, num_ids=96), torch.randn(4, 128).bfloat16()
+    parts = dict(ours.named_parameters())
+    numbers = next(p for p in parts.values() if p.dtype == torch.int8).double()
+    scale = next(p for n, p in parts.items() if n.endswith("scale")).double()
+    expected = x.double() @ (numbers * scale.view(-1, 1)).T
+    torch.testing.assert_close(head.logits(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_float8_dynamic():
     """A CPU multiplies in float8, too, but torchao has its kernel for CUDA only."""
     plain = layer()
@@ -170,6 +225,15 @@ def test_sections(section, scheme, size):
     [
         ({"scheme": "int8_weight"}, "did you mean quantizer.int8_weight_only|int8_weight_only"),
         ({"_component_": "torchtune.training.quantization.Int4WeightOnlyQATQuantizer"}, "zero poi"),
+        ({"scheme": ["nf4"]}, r"quantizer.scheme is \['nf4'\], but it is one of"),
+        (
+            {
+                "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQuantizer",
+                "groupsize": 64,
+                "group_size": 32,
+            },
+            "quantizer has _component_ and group_size",
+        ),
         ({"scheme": None}, "quantizer.scheme is None, but it is one of int8_weight_only"),
         ({"scheme": "int8_dynamic", "group_size": 32}, "one scale for each output feature"),
         ({"scheme": "int4_weight_only", "group_size": 0}, "group_size is 0, but"),

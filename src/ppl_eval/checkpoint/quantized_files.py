@@ -14,6 +14,12 @@ import torch
 
 from ppl_eval.errors import UserError, one_line
 
+_DOES_NOT_FIT = (
+    *(ValueError, LookupError, TypeError, AttributeError, AssertionError),
+    *(ArithmeticError, RuntimeError),
+)
+"""What torchao raises where tensors do not go together."""
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -44,7 +50,7 @@ class Joint:
             metadata = {"tensor_names": json.dumps([self.name]), self.name: self.metadata}
             found, _ = unflatten_tensor_state_dict(dict(parts), metadata)
             return found[self.name]
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        except _DOES_NOT_FIT as error:
             raise UserError(
                 f"{self.name} cannot be put together from {', '.join(self.parts)}:"
                 f" {one_line(error) or type(error).__name__}"
@@ -98,7 +104,13 @@ def _of_qat(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) ->
     """What torchtune's converted layer computes: int4 by groups, int8 activations by token."""
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
-    if scales.ndim != 2 or scales.shape != zeros.shape or len(scales) != len(numbers):
+    if (
+        not numbers.ndim == scales.ndim == 2
+        or scales.shape != zeros.shape
+        or len(scales) != len(numbers)
+        or not scales.shape[1]
+        or numbers.shape[1] % scales.shape[1]
+    ):
         raise ValueError(f"scales of {tuple(scales.shape)} and zeros of {tuple(zeros.shape)}")
     if not numbers.is_meta and ((numbers < -8) | (numbers > 7)).any():
         raise ValueError("numbers beyond int4 (-8 to 7), which torchtune's QAT does not write")

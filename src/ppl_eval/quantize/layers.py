@@ -80,6 +80,7 @@ def take_quantized(
             that is not evaluated; a layer has an unmerged adapter.
     """
     weights, tied = decoder.weights(), "output.weight"
+    dtype = next(decoder.model.parameters()).dtype
     for name, tensor in stored.items():
         owner = name.rpartition(".")[0]
         if name == tied and tied not in weights:
@@ -92,7 +93,7 @@ def take_quantized(
                 f"{name} is quantised in the checkpoint ({tensors.kernel(tensor)}), but of these"
                 " only weights of linear layers are evaluated"
             )
-        tensors.check_evaluated(tensor, name, device_type)
+        tensors.check_evaluated(tensor, name, dtype, device_type)
 
     def how(name: str, linear: nn.Linear) -> torch.Tensor | str:
         tensor = stored.get(f"{name}.weight", "not quantised in the checkpoint")
@@ -121,9 +122,19 @@ def _replace(
                 "adapter.merge is false, but a quantised layer has no matrices beside it: set"
                 " adapter.merge=true"
             )
+        elif type(module) is not nn.Linear or _has_hooks(module):
+            raise UserError(
+                f"{name} is a {type(module).__name__} that may compute more than a product, and a"
+                " quantised layer computes no more: build the model of plain nn.Linear"
+            )
         else:
             model.set_submodule(name, QuantizedLinear(module, found))
     return Quantized(quantizer, len(linear), before, _num_bytes(model), left_out)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or hasattr(module, "parametrizations")
 
 
 def report(

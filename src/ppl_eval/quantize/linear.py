@@ -99,7 +99,7 @@ class QuantizedLinear(nn.Module):
                 own[path].copy_(own_part(part.reshape(slots[path].shape), slots[path]))
         for part in own.values():
             if part.is_floating_point() and not part.float().isfinite().all():
-                raise UserError(_NOT_FINITE)
+                raise UserError(_NOT_FINITE if self.quantizer is None else self._too_small())
         return {name: as_shard(own[path], slots[path]) for name, path in self._paths.items()}
 
     def _checked(self, rows: torch.Tensor) -> Any:
@@ -116,10 +116,18 @@ class QuantizedLinear(nn.Module):
         if error > 1 + 127 * torch.finfo(rows.dtype).eps / 2:
             raise UserError(
                 f"quantizer.scheme {self.quantizer.scheme}: torchao's weight is up to"
-                f" {error:.1f} quantisation steps from the checkpoint's, and one is"
-                f" the most: this torchao cannot do it in {rows.dtype}; try dtype=fp32"
+                f" {error:.1f} quantisation steps from the checkpoint's, and one is the most:"
+                f" {self._too_small()}"
             )
         return quantised
+
+    def _too_small(self) -> str:
+        assert self.quantizer is not None
+        advice = "" if self.weight_slot.dtype == torch.float32 else ", or dtype=fp32"
+        return (
+            f"torchao's {self.quantizer.scheme} cannot hold it in {self.weight_slot.dtype}, as"
+            f" where all weights of a row are 0 or tiny: take another scheme{advice}"
+        )
 
     def check_split(self, kind: str, tp: int, name: str, key: str) -> None:
         """Refuse a degree of tensor parallelism that cuts a group.
@@ -133,7 +141,8 @@ class QuantizedLinear(nn.Module):
         Raises:
             UserError: it does, or the weight's class is not kept by rows.
         """
-        if not self._by_rows or self.activations == "float8" or kind == "vocabulary":
+        padded = self.activations is not None and tensors.has_float_zeros(self._template)
+        if not self._by_rows or self.activations == "float8" or kind == "vocabulary" or padded:
             what = "the head" if kind == "vocabulary" else name
             raise UserError(
                 f"{key} is {tp}, but {what} is quantised to {self.number_type} by {self.kernel},"
@@ -149,7 +158,8 @@ class QuantizedLinear(nn.Module):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """By torchao's kernel; in the dtype of ``input``. Split by rows, summed over tp in fp32."""
+        """By torchao's kernel; in the dtype of ``input``. Split by rows, summed over tp in fp32, of
+        parts that are in the dtype of ``input`` if activations are quantised."""
         bias = None if self.bias is None else local_part(self.bias).to(input.dtype)
         if self.split_kind != "rows":
             return tensors.linear(input, self._weight(self._parts(), input.dtype), bias)
@@ -163,9 +173,10 @@ class QuantizedLinear(nn.Module):
         out = out.to(input.dtype)
         return out if bias is None else out + bias
 
-    def dequantized(self) -> torch.Tensor:
-        """This rank's part of W as the quantised numbers stand for it, in the model's dtype."""
-        return tensors.dequantized(self._weight(self._parts(), self.weight_slot.dtype))
+    def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's part of W as the quantised numbers stand for it, in the model's dtype if no
+        other is given."""
+        return tensors.dequantized(self._weight(self._parts(), dtype or self.weight_slot.dtype))
 
     def _parts(self) -> dict[str, torch.Tensor]:
         """This rank's inner tensors, gathered by FSDP2, by their paths."""

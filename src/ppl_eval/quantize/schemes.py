@@ -85,7 +85,7 @@ def read_quantizer(section: Mapping[str, Any]) -> Quantizer | None:
     if section:
         key = next(iter(section))
         raise UserError(f"unknown config key quantizer.{key}: it has scheme and group_size")
-    if name not in SCHEMES:
+    if not isinstance(name, str) or name not in SCHEMES:
         hint = did_you_mean(str(name), SCHEMES)
         raise UserError(
             f"quantizer.scheme is {name!r}, but it is one of {', '.join(SCHEMES)}{hint}"
@@ -126,6 +126,9 @@ def _of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], str]:
             f"quantizer._component_ is {component}, but a quantizer is one of torchtune's"
             f" {', '.join(_TORCHTUNE)}, or quantizer.scheme of {', '.join(SCHEMES)}"
         )
+    both = next((key for key in ("scheme", "group_size") if key in section), None)
+    if both is not None:
+        raise UserError(f"quantizer has _component_ and {both}: torchtune's have groupsize alone")
     scheme, size = _TORCHTUNE[name]
     if name == "Int4WeightOnlyQuantizer":
         section.pop("inner_k_tiles", None)  # the layout of a kernel

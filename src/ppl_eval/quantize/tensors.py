@@ -5,6 +5,7 @@ scales, zero points) are plain, so these are what is kept, cut and gathered. Of 
 inner tensor has a row for each output feature, and a row's integers depend on that row alone.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,12 @@ def mapped(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
     return rebuilt(tensor, {path: function(leaf) for path, leaf in leaves(tensor)})
 
 
+def has_float_zeros(tensor: Any) -> bool:
+    """Whether 0 is no number of the weight: zero points are added after the scale."""
+    inner = getattr(tensor, "original_weight_tensor", tensor)
+    return getattr(getattr(inner, "zero_point_domain", None), "name", "") == "FLOAT"
+
+
 def by_rows(tensor: torch.Tensor) -> bool:
     """Whether each plain tensor inside has a row for each output feature."""
     return all(leaf.ndim and leaf.shape[0] == tensor.shape[0] for _, leaf in leaves(tensor))
@@ -153,16 +160,18 @@ def dequantized(tensor: Any) -> torch.Tensor:
     return F.linear(identity, inner).T
 
 
-def check_evaluated(tensor: Any, name: str, device_type: str) -> None:
+def check_evaluated(tensor: Any, name: str, dtype: torch.dtype, device_type: str) -> None:
     """Refuse a stored weight whose product is not known to be the same on every mesh and batch.
 
     Args:
         tensor: one of torchao's, of any device.
         name: what the message calls it.
+        dtype: the model's.
         device_type: where it is to compute, ``cpu`` or ``cuda``.
 
     Raises:
-        UserError: another class or layout, a scale of a whole batch, or no kernel for the device.
+        UserError: another class or layout, scales of another number than the class states, a scale
+            of a whole batch, or no kernel for the device.
     """
     parts = (tensor, getattr(tensor, "original_weight_tensor", tensor))
     impl = type(getattr(parts[-1], "tensor_impl", None)).__name__
@@ -174,6 +183,14 @@ def check_evaluated(tensor: Any, name: str, device_type: str) -> None:
             f"{name} is of torchao's class {kernel(tensor)}, whose kernel is not evaluated:"
             " quantise the full-precision checkpoint by quantizer.scheme instead"
         )
+    blocks = getattr(tensor, "block_size", None)
+    if classes[0] in ("Float8Tensor", "Int8Tensor") and blocks:  # these take any scale as it comes
+        wanted = [size // block for size, block in zip(tensor.shape, blocks, strict=True)]
+        if list(tensor.scale.shape) != wanted and tensor.scale.numel() != math.prod(wanted):
+            raise UserError(
+                f"{name} has scales of shape {tuple(tensor.scale.shape)}, but its blocks of"
+                f" {tuple(blocks)} need {tuple(wanted)}: the checkpoint is damaged"
+            )
     settings = getattr(tensor, "act_quant_kwargs", None)
     function = getattr(tensor, "input_quant_func", None)
     per_token = type(getattr(settings, "granularity", None)).__name__ == "PerRow"
@@ -185,8 +202,8 @@ def check_evaluated(tensor: Any, name: str, device_type: str) -> None:
             f"{name} quantises activations by {how}, which is not known to take a scale for each"
             " token, and by any other the loss would depend on the batch: quantise with PerRow"
         )
-    if activations(tensor) == "float8" and device_type == "cpu":
-        raise UserError(f"{name} multiplies in float8, which has no kernel on a CPU: {_ON_A_GPU}")
+    if activations(tensor) == "float8":
+        _need_float8(f"{name} multiplies in float8", dtype, device_type)
 
 
 _ON_A_GPU = "run it on a GPU of compute capability 8.9 or more (device=cuda)"
@@ -203,15 +220,18 @@ def check_device(scheme: str, dtype: torch.dtype, device_type: str) -> None:
     Raises:
         UserError: it has none.
     """
-    if scheme != "float8_dynamic":
-        return
+    if scheme == "float8_dynamic":
+        _need_float8(f"quantizer.scheme is {scheme}", dtype, device_type)
+
+
+def _need_float8(what: str, dtype: torch.dtype, device_type: str) -> None:
     if device_type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
         raise UserError(
-            f"quantizer.scheme is {scheme}, which has no kernel on this device: {_ON_A_GPU}, or"
-            " take float8_weight_only or int8_dynamic"
+            f"{what}, which has no kernel on this device: {_ON_A_GPU}, or take float8_weight_only"
+            " or int8_dynamic"
         )
     if dtype != torch.bfloat16:
-        raise UserError(f"quantizer.scheme is {scheme}, whose kernel needs dtype=bf16")
+        raise UserError(f"{what}, whose kernel needs dtype=bf16")
 
 
 def for_device(quantizer: Quantizer, dtype: torch.dtype, device_type: str) -> Quantizer:
@@ -260,7 +280,7 @@ def error_in_steps(quantised: Any, weight: torch.Tensor) -> float:
     if kind == "float8_e4m3fn":  # three bits after the first, down to 2 ** -9
         step = step * torch.exp2((wide / step).abs().clamp(min=2.0**-6).log2().floor() - 3)
     if kind == "nf4":  # the scale of a block is a number of 8 bits, too
-        step += 2 * (largest - largest.mean()).abs().max() / 255
+        step = step + 2 * (largest - largest.mean()).abs().max() / 255
     return float(((dequantized(quantised).float() - wide).abs() / step).max())
 
 

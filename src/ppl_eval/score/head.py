@@ -73,7 +73,9 @@ class Head:
             return cls(partial(_adapted_product, owner, fp32), len(owner.weight), tail)
         if isinstance(owner, QuantizedLinear):
             if owner.activations is None and owner.bias is None:
-                return cls.by_weight(owner.dequantized(), fp32, tail=tail)
+                return cls.by_weight(
+                    owner.dequantized(torch.float32 if fp32 else None), fp32, tail=tail
+                )
             return cls(partial(_quantized_product, owner, fp32), num_ids, tail)
         if _is_plain(owner):
             bias = getattr(owner, "bias", None)
@@ -189,7 +191,8 @@ def _adapted_product(owner: AdaptedLinear, fp32: bool, x_ND: torch.Tensor) -> to
 
 
 def _quantized_product(owner: QuantizedLinear, fp32: bool, x_ND: torch.Tensor) -> torch.Tensor:
-    return owner.forward(x_ND.float() if fp32 else x_ND)
+    wide = fp32 and owner.activations != "float8"  # whose kernel needs bf16
+    return owner.forward(x_ND.float() if wide else x_ND)
 
 
 def _is_plain(owner: nn.Module) -> bool:

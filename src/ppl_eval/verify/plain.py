@@ -26,7 +26,8 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class PlainModel:
-    """A whole model in fp32, from weights that were rounded to the run's dtype.
+    """A whole model in fp32 (a quantised one in the run's dtype), from weights that were rounded to
+    the run's dtype.
 
     Attributes:
         logits: ids (int64 [T]) -> logits (float32 [T, V]).
@@ -71,7 +72,9 @@ def load_plain(cfg: EvalConfig, longest: int, device: torch.device) -> PlainMode
     """
     checkpoint = Checkpoint.open(cfg.checkpointer)
     num_bytes, free = _bytes_needed(checkpoint, longest), 0
-    for place in dict.fromkeys((device, torch.device("cpu"))):
+    # a quantised model may have another kernel on a CPU
+    is_quantized = bool(cfg.quantizer or checkpoint.quantized())
+    for place in dict.fromkeys((device, device if is_quantized else torch.device("cpu"))):
         free = free_bytes(place)
         if num_bytes <= free:
             return _load(cfg, checkpoint, place)
